@@ -121,9 +121,11 @@ class ExpertParallel(ParallelStyle):
         TypeError: for a module that is neither FusedMoE nor its experts, or has experts of another type.
         ValueError: for parameters that are DTensors already or have a main_grad, a mesh of several
             dimensions, E not a multiple of N, or ranks whose layers or styles differ.
+        RuntimeError: with symmetric, if one rank cannot have the memory.
 
     A forward pass raises ValueError on all ranks, or with static fails as for overflow, if D, K or dtype of
-    the experts' inputs differ between ranks, or C does; with symmetric also if a check fails on one rank.
+    the experts' inputs differ between ranks, or C does; with symmetric also if a check of them fails on
+    one rank.
     """
 
     def __init__(
@@ -202,10 +204,10 @@ class ExpertParallel(ParallelStyle):
         if self.combine == "slot":
             rows = self.capacity or self.max_tokens * layer.top_k
         sizes = (self.max_tokens, experts.dim, layer.top_k, mesh.size() * rows)
-        key = (mesh, experts.w1.dtype, sizes)
+        key = (mesh.get_group(), experts.w1.dtype, sizes)
         if key not in self._peers:
             device = torch.device(mesh.device_type)
-            self._peers[key] = Peers(mesh.get_group(), device, experts.w1.dtype, sizes)
+            self._peers[key] = Peers(key[0], device, *key[1:])
         return self._peers[key]
 
 
@@ -310,17 +312,10 @@ class ParallelExperts(Counting, Experts):
     def _forward_symmetric(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """As the other two, for both kinds of rows, through shared memory."""
         peers, num_experts = self.peers, self.num_experts
-        try:
-            checks.check_ids(FN, ids, x)
-            checks.check_scores(FN, scores, ids)
-            peers.check(x, ids)
-        except (TypeError, ValueError):
-            peers.refuse()
-            raise
+        peers.check(x, scores, ids)
         counts = function.route_plan(ids, num_experts).counts
-        ids = torch.where((ids >= 0) & (ids < num_experts), ids, -1)
         scores = scores.to(score_dtype(x))
-        exchange = Exchange(peers, x, scores, ids, num_experts)
+        exchange = Exchange(peers, x, scores, ids.clamp(-1, num_experts), num_experts)
         num_slots = exchange.check(waits=not self.static)
         max_rows, dropped = max(num_slots or 0, 1), None
         if self.static:
@@ -342,7 +337,7 @@ class ParallelExperts(Counting, Experts):
             rows, scores = exchange.there(x, scores, plan)
             index = torch.arange(rows.size(0), device=rows.device)
             row_expert = torch.searchsorted(plan.offsets[1:], index, right=True).unsqueeze(1)
-            ones = torch.ones(rows.size(0), 1, dtype=scores.dtype, device=rows.device)
+            ones = scores.new_ones(rows.size(0), 1)
             out = exchange.back(self._local_experts(rows, ones, row_expert), scores, plan)
         if dropped is not None:
             self._count("dropped_rows", dropped)

@@ -17,12 +17,15 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from . import checks, function
@@ -44,8 +47,11 @@ class Memory:
             return
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._handle = symmetric_memory.rendezvous(own, group)
+        def allocate() -> Tensor:
+            return symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+
+        self._own = _on_all_ranks(f"{num_bytes} bytes of {device}", group, allocate)
+        self._handle = symmetric_memory.rendezvous(self._own, group)
         self.ranks = [self._handle.get_buffer(n, (num_bytes,), torch.uint8) for n in range(group.size())]
 
     def barrier(self) -> None:
@@ -57,17 +63,37 @@ class Memory:
 
 
 def _shared_files(num_bytes: int, group: ProcessGroup) -> list[Tensor]:
-    in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.NamedTemporaryFile(dir=in_memory) as file:
-        file.truncate(num_bytes)
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+
+        def allocate() -> None:  # without it a write where no memory is left would end the process
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+
+        def mapped() -> list[Tensor]:
+            return [torch.from_file(name, True, num_bytes, dtype=torch.uint8) for _, name in ranks]
+
+        _on_all_ranks(f"{num_bytes} bytes in {folder}", group, allocate)
         ranks = [None] * group.size()
         dist.all_gather_object(ranks, (platform.node(), file.name), group)
         hosts = sorted({host for host, _ in ranks})
         if len(hosts) > 1:
             checks.fail(ValueError, FN, "ranks of one host with symmetric=True", f"hosts {', '.join(hosts)}")
-        mapped = [torch.from_file(name, True, num_bytes, dtype=torch.uint8) for _, name in ranks]
-        dist.barrier(group)  # a file may go when all have mapped it
-    return mapped
+        return _on_all_ranks("the other ranks' files", group, mapped)  # a file may go when all have mapped it
+
+
+def _on_all_ranks(what: str, group: ProcessGroup, fn: Callable):
+    """fn(). If it fails on one rank, all raise."""
+    result, error = None, None
+    try:
+        result = fn()
+    except Exception as e:
+        error = f"{type(e).__name__}: {e}"
+    errors = [None] * group.size()
+    dist.all_gather_object(errors, error, group)
+    for rank, error in enumerate(errors):
+        if error is not None:
+            checks.fail(RuntimeError, FN, f"{what} on all ranks", f"{error} on rank {rank}")
+    return result
 
 
 class Areas(NamedTuple):
@@ -86,6 +112,7 @@ class Peers:
     """The ranks of a group, as one of them sees their memory. Layers of one shape share it, one after the
     other. `dtype` is the widest of the calls' x."""
 
+    @torch.inference_mode(False)  # or no later call could write into it
     def __init__(
         self, group: ProcessGroup, device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int]
     ):
@@ -95,18 +122,39 @@ class Peers:
         self._dtype, self._areas = dtype, {}
         self._memory = Memory(self._layout(dtype)[-1][-1], group, device)
 
+        # What the calls' indices are made of.
+        int32 = {"dtype": torch.int32, "device": device}
+        self.no_ids = torch.full((self.max_tokens + 1, self.top_k), -1, **int32)
+        self.all_ranks = torch.arange(self.num_ranks, **int32)  # (N,)
+        self.received = torch.arange(self.num_ranks * self.max_tokens, **int32).unsqueeze(1)  # (N*C, 1)
+        sent = self.received[self.rank * self.max_tokens :][: self.max_tokens]
+        self.sums = self.all_ranks * self.num_rows + sent  # (C, N) where each rank writes a token's sum
+
     def __deepcopy__(self, memo) -> Peers:
         return self  # another memory would be a collective
 
-    def check(self, x: Tensor, ids: Tensor) -> None:
-        """Raises where a call's tensors do not fit."""
-        if x.size(0) > self.max_tokens:
-            checks.fail(ValueError, FN, f"at most max_tokens = {self.max_tokens} tokens", x.size(0))
-        checks.check_shape(FN, "x", x, "T, D", (x.size(0), self.dim))
-        checks.check_shape(FN, "ids", ids, "T, K", (x.size(0), self.top_k))
-        if x.dtype.itemsize > self._dtype.itemsize:
-            checks.fail(TypeError, FN, f"x of {self._dtype}, as the weights", x.dtype)
+    def __reduce__(self):
+        checks.fail(TypeError, FN, "to save a state dict", "a layer with symmetric=True")
 
+    def check(self, x: Tensor, scores: Tensor, ids: Tensor) -> None:
+        """Raises where a call's tensors do not fit. Then the other ranks' `Exchange.check` raises."""
+        try:
+            checks.check_tensor(FN, "x", x, 2, checks.FLOATING)
+            checks.check_device(FN, "x", x, "the layer", self.received)
+            if x.size(0) > self.max_tokens:
+                checks.fail(ValueError, FN, f"at most max_tokens = {self.max_tokens} tokens", x.size(0))
+            checks.check_shape(FN, "x", x, "T, D", (x.size(0), self.dim))
+            if x.dtype.itemsize > self._dtype.itemsize:
+                checks.fail(TypeError, FN, f"x of {self._dtype}, as the weights", x.dtype)
+            checks.check_ids(FN, ids, x)
+            checks.check_shape(FN, "ids", ids, "T, K", (x.size(0), self.top_k))
+            checks.check_scores(FN, scores, ids)
+        except (TypeError, ValueError):
+            ids = self.areas(self._dtype).ids
+            self.write((ids, torch.full_like(ids[self.rank], REFUSED)))
+            raise
+
+    @torch.inference_mode(False)  # as the memory
     def areas(self, dtype: torch.dtype) -> Areas:
         if dtype not in self._areas:
             views = []
@@ -134,41 +182,51 @@ class Peers:
             layout.append(((rows, columns), of_area, start, end))
         return layout
 
-    def write(self, *areas_and_values: tuple[list[Tensor], Tensor]) -> None:
+    def write(self, *areas_and_values: tuple[list[Tensor], Tensor], are_read: bool = True) -> None:
         """Copies values into this rank's part of areas, from the first row on. After it all ranks' are
-        written. It begins when the others have read what it overwrites."""
-        self._memory.barrier()
+        written. It begins when the others have read what it overwrites; not `are_read`: they have before
+        the last barrier."""
+        if are_read:
+            self._memory.barrier()
         for area, values in areas_and_values:
             area[self.rank][: values.size(0)].copy_(values)
         self._memory.barrier()
 
-    def refuse(self) -> None:
-        """Takes part in the exchange of a call that has failed here, so that all ranks raise."""
-        ids = self.areas(torch.float32).ids
-        self.write((ids, torch.full_like(ids[self.rank], REFUSED)))
+
+@dataclass
+class Ways:
+    """What backward needs of an exchange, beside what it saves: `sum_peers`' indices."""
+
+    peers: Peers
+    areas: Areas
+    num_tokens: int
+    there: Tensor  # (N*C, 1) of the tokens
+    back: Tensor | None = None  # (T, N) or (T, K) of the rows; `Exchange.back` sets it
+
+    def received(self, area: list[Tensor]) -> Tensor:
+        """An area of (N*C, K) -> (N, T, K), what the ranks have written there for this rank's tokens."""
+        first = self.peers.rank * self.peers.max_tokens
+        return torch.stack([of_rank[first : first + self.num_tokens] for of_rank in area])
 
 
 class Exchange:
-    """The way of one call's rows there and back: T tokens x with ids, -1 for none, of E experts."""
+    """The way of one call's rows there and back: T tokens x with ids, of E experts. Ids outside [0, E) are
+    -1 or E."""
 
     def __init__(self, peers: Peers, x: Tensor, scores: Tensor, ids: Tensor, num_experts: int):
-        self.peers, self.areas = peers, peers.areas(x.dtype)
-        self.facts, self.num_tokens = facts_of(x, ids), ids.size(0)
-        self.scores = scores.detach()
-        self.experts_per_rank = experts_per_rank = num_experts // peers.num_ranks
-        self.ranks = ids.div(experts_per_rank, rounding_mode="floor")  # (T, K), -1 for none
-        choice = F.pad(ids, (0, 0, 0, peers.max_tokens + 1 - self.num_tokens), value=-1)
+        self.peers, self.facts, num_tokens = peers, facts_of(x, ids), x.size(0)
+        areas, experts_per_rank = peers.areas(x.dtype), num_experts // peers.num_ranks
+        choice = torch.cat((ids, peers.no_ids[num_tokens:]))
         choice[-1].fill_(self.facts.packed())
-        areas = self.areas
-        peers.write((areas.ids, choice), (areas.tokens, x.detach()), (areas.scores, self.scores))
+        peers.write((areas.ids, choice), (areas.tokens, x.detach()), (areas.scores, scores.detach()))
         choices = torch.stack(areas.ids)  # (N, C+1, K)
         self.others = choices[:, -1, 0]  # (N,) Facts of all ranks
-        self.all_ids = choices[:, :-1].flatten(0, 1)  # (N*C, K)
-        self.ids = self.all_ids - peers.rank * experts_per_rank  # other ranks' are outside [0, E/N)
-        self.is_here = (self.ids >= 0) & (self.ids < experts_per_rank)
-        index = torch.arange(self.ids.size(0), dtype=torch.int32, device=ids.device)
-        self._there = torch.where(self.is_here.any(1), index, -1).unsqueeze(1)
-        self._back = None  # (T, N) or (T, K)
+        all_ids = choices[:, :-1].flatten(0, 1)  # (N*C, K)
+        self.ranks = all_ids.div(experts_per_rank, rounding_mode="floor")  # -1 or N for none
+        self.ids = all_ids - peers.rank * experts_per_rank  # other ranks' are outside [0, E/N)
+        self.is_here = self.ranks == peers.rank
+        there = torch.where(self.is_here.any(1, keepdim=True), peers.received, -1)
+        self.ways = Ways(peers, areas, num_tokens, there)
 
     def check(self, *, waits: bool) -> int | None:
         """Raises on all ranks if Facts differ; without waiting, by an assertion on the device. If the host
@@ -178,7 +236,8 @@ class Exchange:
         if not waits:
             torch._assert_async((self.others == own).all(), f"{FN}: symmetric exchange needs {what}")
             return None
-        *others, num_slots = torch.cat((self.others, self.is_here.sum().int()[None])).tolist()
+        num_slots = self.is_here.sum(dtype=torch.int32).unsqueeze(0)
+        *others, num_slots = torch.cat((self.others, num_slots)).tolist()
         for rank, packed in enumerate(others):
             if packed != own:
                 found = "a call that failed" if packed == REFUSED else Facts.unpacked(packed)
@@ -187,83 +246,70 @@ class Exchange:
 
     def slots_of_ranks(self) -> Tensor:
         """(N,) int32: the slots that have their expert on each rank."""
-        ranks = self.all_ids.div(self.experts_per_rank, rounding_mode="floor")
-        return function.route_plan(ranks, self.peers.num_ranks).counts
+        return function.route_plan(self.ranks, self.peers.num_ranks).counts
 
     def there(self, x: Tensor, scores: Tensor, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
         """x (T, D) and scores (T, K) of all ranks -> x (N*C, D) and scores (N*C, K). With a plan of
         `ids` x is that of its rows, and these come `back`."""
-        return _There.apply(x, scores, self, plan)
+        return _There.apply(x, scores, self.ways, plan)
 
     def back(self, rows: Tensor, scores: Tensor, plan: Plan | None = None) -> Tensor:
         """What this rank's experts made of x, and the scores that `there` gave -> out (T, D) of this rank's
         tokens: the sum over ranks; with a plan over slots, weighted."""
-        return _Back.apply(rows, scores, self, plan)
-
-    def _received(self, area: list[Tensor]) -> Tensor:
-        """An area of (N*C, K) -> (N, T, K), what the ranks have written there for this rank's tokens."""
-        first = self.peers.rank * self.peers.max_tokens
-        return torch.stack([of_rank[first : first + self.num_tokens] for of_rank in area])
-
-    def _from_ranks(self) -> Tensor:
-        """(T, N): where each rank that has some of a token's experts writes its sum, -1 for other ranks."""
-        num_ranks, device = self.peers.num_ranks, self.ranks.device
-        has_experts = torch.zeros(self.num_tokens, num_ranks + 1, dtype=torch.bool, device=device)
-        has_experts = has_experts.scatter_(1, self.ranks.long() + 1, True)[:, 1:]
-        rank = torch.arange(num_ranks, dtype=torch.int32, device=device)
-        row = torch.arange(self.num_tokens, dtype=torch.int32, device=device).unsqueeze(1)
-        row = row + self.peers.rank * self.peers.max_tokens
-        return torch.where(has_experts, rank * self.peers.num_rows + row, -1)
-
-    def _from_slots(self) -> Tensor:
-        """(T, K): where each slot's row is, -1 where it has none. After token_row has been written."""
-        row = self._received(self.areas.token_row)
-        rank = torch.arange(row.size(0), dtype=torch.int32, device=row.device)[:, None, None]
-        return torch.where(row < 0, -1, rank * self.peers.num_rows + row).amax(0)
+        peers = self.peers
+        if plan is None:
+            first = peers.rank * peers.max_tokens
+            ranks = self.ranks[first : first + self.ways.num_tokens].unsqueeze(2)
+            has_experts = (ranks == peers.all_ranks).any(1)  # (T, N)
+            self.ways.back = torch.where(has_experts, peers.sums[: self.ways.num_tokens], -1)
+        return _Back.apply(rows, scores, self.ways, plan)
 
 
 class _There(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, scores: Tensor, exchange: Exchange, plan: Plan | None):
-        ctx.exchange = exchange
+    def forward(ctx, x: Tensor, scores: Tensor, ways: Ways, plan: Plan | None):
+        ctx.ways = ways
         ctx.set_materialize_grads(False)
-        areas = exchange.areas
-        rows = run(ops.sum_peers.default, areas.tokens, exchange._there)
+        rows = run(ops.sum_peers.default, ways.areas.tokens, ways.there)
         if plan is not None:
             rows = run(ops.permute.default, rows, plan.tensors)
-        return rows, torch.cat(areas.scores)
+        return rows, torch.cat(ways.areas.scores)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, drows: Tensor | None, dscores: Tensor | None):
-        exchange, areas = ctx.exchange, ctx.exchange.areas
+        ways, areas = ctx.ways, ctx.ways.areas
         gradients = ((areas.rows, drows), (areas.dscores, dscores))
-        exchange.peers.write(*((area, values) for area, values in gradients if values is not None))
+        ways.peers.write(*((area, values) for area, values in gradients if values is not None))
         dx = None
         if drows is not None:
-            dx = run(ops.sum_peers.default, areas.rows, exchange._back)
+            dx = run(ops.sum_peers.default, areas.rows, ways.back)
         if dscores is not None:  # other ranks' are zero
-            dscores = exchange._received(areas.dscores).sum(0)
+            dscores = ways.received(areas.dscores).sum(0)
         return dx, dscores, None, None
 
 
 class _Back(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, scores: Tensor, exchange: Exchange, plan: Plan | None):
-        ctx.exchange, ctx.plan, areas = exchange, plan, exchange.areas
+    def forward(ctx, rows: Tensor, scores: Tensor, ways: Ways, plan: Plan | None):
+        ctx.ways, ctx.plan, areas, peers = ways, plan, ways.areas, ways.peers
         if plan is None:
-            exchange._back = exchange._from_ranks()
-            exchange.peers.write((areas.rows, rows))
-            return run(ops.sum_peers.default, areas.rows, exchange._back)
+            peers.write((areas.rows, rows), are_read=False)
+            return run(ops.sum_peers.default, areas.rows, ways.back)
         ctx.save_for_backward(rows, scores)
-        exchange.peers.write((areas.rows, rows), (areas.token_row, plan.token_row))
-        exchange._back = exchange._from_slots()
-        return run(ops.sum_peers.default, areas.rows, exchange._back, exchange.scores)
+        first = peers.rank * peers.num_rows
+        token_row = F.threshold(plan.token_row + first, first - 1, -1)  # -1 stays
+        peers.write((areas.rows, rows), (areas.token_row, token_row), are_read=False)
+        ways.back = ways.received(areas.token_row).amax(0)
+        scores = areas.scores[peers.rank][: ways.num_tokens]
+        return run(ops.sum_peers.default, areas.rows, ways.back, scores)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout: Tensor):
-        exchange, areas = ctx.exchange, ctx.exchange.areas
-        exchange.peers.write((areas.tokens, dout))
-        dout = run(ops.sum_peers.default, areas.tokens, exchange._there)
+        ways, areas = ctx.ways, ctx.ways.areas
+        ways.peers.write((areas.tokens, dout))
+        dout = run(ops.sum_peers.default, areas.tokens, ways.there)
         if ctx.plan is None:
             return dout, None, None, None
         rows, scores = ctx.saved_tensors

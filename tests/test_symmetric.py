@@ -1,11 +1,14 @@
 """ExpertParallel(symmetric=True): rows through memory that ranks share, beside one process and all-to-all.
 
-On a GPU all ranks run on one, by turns. tests/test_distributed.py runs its tests of an exchange with this
-one, too, on as many GPUs as ranks.
+On a GPU all ranks run on one, by turns.
 """
 
 import copy
+import errno
+import gc
 import math
+import os
+import pickle
 import time
 from unittest import mock
 
@@ -18,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from fused_moe import FusedMoE, add_lora, quantize
+from fused_moe import FusedMoE, add_lora, enable_fp8, quantize
 from fused_moe.distributed import ExpertParallel
 from fused_moe.ops import ops
-from fused_moe.symmetric import Memory
+from fused_moe.symmetric import Exchange, Memory
 
 RANKS = 4
 D, F, E, K = 40, 24, 8, 3
@@ -35,9 +38,9 @@ def workers(device, tmp_path_factory):
     yield from started(RANKS, device, tmp_path_factory, share_gpu=True)
 
 
-def new_layer(device, dtype=torch.float32, **settings):
+def new_layer(device, dtype=torch.float32, num_shared_experts=1):
     torch.manual_seed(1)
-    return FusedMoE(D, F, E, K, num_shared_experts=1, bias=True, **settings).to(device, dtype)
+    return FusedMoE(D, F, E, K, num_shared_experts=num_shared_experts, bias=True).to(device, dtype)
 
 
 def parallel(layer, device, *, max_tokens=MAX_TOKENS, poison=True, **options):
@@ -170,11 +173,16 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
+def layers_without_shared(device):
+    """Two, whose backward begins with the exchange; computed again, the forward pass's comes right after."""
+    return [new_layer(device, num_shared_experts=0) for _ in range(2)]
+
+
 def two_layers(rank, device, combine, recompute):
     """Two layers of one style share its memory."""
     style = ExpertParallel(symmetric=True, max_tokens=MAX_TOKENS, combine=combine)
     style.src_data_rank = None
-    mesh, layers = init_device_mesh(device.type, (RANKS,)), [new_layer(device) for _ in range(2)]
+    mesh, layers = init_device_mesh(device.type, (RANKS,)), layers_without_shared(device)
     for layer in layers:
         parallelize_module(layer, mesh, style)
     assert layers[0].experts.peers is layers[1].experts.peers
@@ -191,7 +199,7 @@ def test_layers_share_memory(workers, device, combine, recompute):
         parts = [result[name] for result in results]
         is_split = name[2:] in ("out", "dx") or ".experts." in name
         found[name] = torch.cat(parts) if is_split else parts[0]
-    layers = nn.Sequential(*(new_layer(device) for _ in range(2)))
+    layers = nn.Sequential(*layers_without_shared(device))
     expected = {name: value.cpu() for name, value in two_steps(layers, None, device, False).items()}
     assert_close(found, expected, TOLERANCE[torch.float32])
 
@@ -205,7 +213,7 @@ def uneven_steps(rank, device, combine, is_late):
 
     on_time = Memory.barrier
     with mock.patch.object(Memory, "barrier", barrier if is_late and rank == 1 else on_time):
-        return two_layers(rank, device, combine, False)
+        return two_layers(rank, device, combine, True)
 
 
 @every_way
@@ -358,20 +366,103 @@ def test_other_experts(workers, device, kind, combine):
     assert_close(found, results[0][1], TOLERANCE[torch.float32])
 
 
+def two_ways(rank, device, combine):
+    """{kind of call: its results by (symmetric exchange, all-to-all)}"""
+    mesh = init_device_mesh(device.type, (RANKS,))
+    generator = torch.Generator().manual_seed(rank)
+    x, dout = (torch.randn(5 + rank, 128, generator=generator) for _ in range(2))
+    ids = torch.randint(-1, E, (5 + rank, K), generator=generator)
+    ids[0], ids[1, 0] = -1, ids[1, 1]
+    hostile = torch.cat((ids[:-1], torch.tensor([[E, 2**32 + 1, -(2**40)]])))
+
+    def routed_to_hostile(layer):
+        layer.router.register_forward_hook(lambda router, args, out: (out[0], hostile, out[2]))
+        return layer
+
+    def both(change=lambda layer: layer, autocast=False, **options):
+        results = []
+        for style in (
+            ExpertParallel(combine=combine, symmetric=True, max_tokens=8),
+            ExpertParallel(combine=combine),
+        ):
+            torch.manual_seed(1)
+            layer = parallelize_module(change(FusedMoE(128, 128, E, K)), mesh, style)
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                results.append(list(step(layer, x, dout, **options).values()))
+        return results
+
+    return {
+        "ids": both(ids=ids),
+        "hostile ids": both(routed_to_hostile),
+        "num_tokens": both(num_tokens=torch.tensor(rank, dtype=torch.int32)),
+        "autocast": both(autocast=True),
+        "fp8": both(lambda layer: enable_fp8(layer, force=True)),
+    }
+
+
+@every_way
+def test_same_bits_of_hostile_calls(workers, device, combine):
+    """Ids without an expert and repeated ones, FP8, autocast, padding, replayed ids."""
+    if device.type == "cuda":
+        pytest.skip("gloo has no all-to-all of tensors of GPUs")
+    for found in workers(two_ways, combine):
+        for kind, (own, other) in found.items():
+            assert all(map(torch.equal, own, other)), kind
+
+
+def compiled(rank, device):
+    layer, x = parallel(new_layer(device), device), signals(torch.float32)[0][rank].to(device)
+    same = torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(layer, backend="eager", fullgraph=True)(x)
+    return same
+
+
+def test_a_compiled_layer_has_a_graph_break(workers, device):
+    assert all(workers(compiled))
+
+
+def other_modes(rank, device):
+    layer = parallel(new_layer(device), device)
+    x = signals(torch.float32)[0][rank].to(device).requires_grad_()
+    with torch.inference_mode():  # which makes no tensor that later calls write into
+        layer(x)
+    scores, ids = layer.router(x, None)[:2]
+    out = layer.experts(x, scores.detach(), ids)[0]
+    kept = [type(o).__name__ for o in gc.get_objects() if type(o) is Exchange]
+    (dx,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate"):
+        dx.sum().backward()
+    areas = layer.experts.peers.areas(x.dtype)
+    layer(x).sum().backward()
+    return kept, [area[rank].requires_grad for area in areas]
+
+
+def test_memory_stays_outside_of_graphs(workers, device):
+    """After inference mode and a backward with a graph; and the ids of all ranks go with the forward pass."""
+    for kept, in_graph in workers(other_modes):
+        assert not kept and not any(in_graph)
+
+
 # --- bad input ----------------------------------------------------------------------------------------
 
 
 def one_rank_fails(rank, device, static):
-    layer = parallel(new_layer(device), device, static=static)
+    """In bfloat16, whose memory ends before float32's would."""
+    layer = parallel(new_layer(device, torch.bfloat16), device, static=static)
     num_tokens = MAX_TOKENS + 1 if rank == 2 else 3
-    x = torch.ones(num_tokens, D, device=device)
+    x = torch.ones(num_tokens, D, device=device, dtype=torch.bfloat16)
     expected = "at most max_tokens = 16 tokens, found 17"
     if rank != 2:
         expected = "found a call that failed on rank 2" if not static else "symmetric exchange needs"
     with pytest.raises(RuntimeError if static and rank != 2 else ValueError, match=expected):
         layer(x)
-    if not static:  # and the next call works
-        assert layer(x[:3]).shape == (3, D)
+    if not static:
+        x, ids = x[:3], torch.zeros(3, K, dtype=torch.int32, device=device)
+        with pytest.raises((TypeError, ValueError), match="found torch.int32" if rank == 1 else "on rank 1"):
+            layer.experts(x.int() if rank == 1 else x, ids.float(), ids)
+        assert layer(x).shape == (3, D)  # and the next call works
     return True
 
 
@@ -380,6 +471,24 @@ def test_a_call_that_fails_on_one_rank_raises_on_all(workers, device, static):
     if device.type == "cuda" and static:
         pytest.skip("a device-side assertion ends the process")
     assert all(workers(one_rank_fails, static))
+
+
+def no_memory(rank, device):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    expected = "bytes in .* on all ranks, found OSError: .* No space left on device on rank 1"
+    with mock.patch.object(os, "posix_fallocate", side_effect=full if rank == 1 else None):
+        with pytest.raises(RuntimeError, match=expected):
+            parallel(new_layer(device), device)
+    layer = parallel(new_layer(device), device)
+    with pytest.raises(TypeError, match="expected to save a state dict"):
+        pickle.dumps(layer.experts.peers)
+    return True
+
+
+def test_memory_that_one_rank_cannot_have(workers, device):
+    if device.type == "cuda":
+        pytest.skip("memory of a GPU is not of files")
+    assert all(workers(no_memory))
 
 
 def other_dtype(rank, device):
