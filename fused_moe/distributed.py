@@ -317,12 +317,14 @@ class ParallelExperts(Counting, Experts):
         scores = scores.to(score_dtype(x))
         exchange = Exchange(peers, x, scores, ids.clamp(-1, num_experts), num_experts)
         num_slots = exchange.check(waits=not self.static)
-        max_rows, dropped = max(num_slots or 0, 1), None
-        if self.static:
-            max_rows = None if self.capacity is None else peers.num_ranks * self.capacity
+        max_rows, dropped = None, None
+        if not self.static:
+            max_rows = max(num_slots, 1)
+        elif self.capacity is not None:
+            max_rows = peers.num_ranks * self.capacity
             if self.overflow == "drop":
                 dropped = torch.zeros_like(self.dropped_rows)
-            elif max_rows is not None:
+            else:
                 what = f"more than N * capacity = {max_rows} slots of a rank"
                 torch._assert_async((exchange.slots_of_ranks() <= max_rows).all(), f"{FN}: {what}")
         if self.combine == "rank":

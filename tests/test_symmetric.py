@@ -123,8 +123,10 @@ every_size = pytest.mark.parametrize("static", (False, True), ids=("exact", "sta
 @every_size
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_step(workers, device, combine, static, dtype):
-    """Ranks of different numbers of tokens, one without any, and memory that held NaN."""
-    found = joined(workers(one_step, dtype, {"combine": combine, "static": static}))
+    """Ranks of different numbers of tokens, one without any, and memory that held NaN. Without a capacity
+    nothing is dropped."""
+    how = {"combine": combine, "static": static, "overflow": "drop"}
+    found = joined(workers(one_step, dtype, how))
     assert found.pop("dropped") == 0
     assert_close(found, expected_step(device, dtype), TOLERANCE[dtype])
 
