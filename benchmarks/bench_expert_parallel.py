@@ -46,11 +46,7 @@ class Case:
         self.experts = layer.experts
         self.whole = [w.detach().clone() for w in self.experts.weights]
         self.mesh = init_device_mesh(device, (dist.get_world_size(),))
-        self.peers = {}
-        for combine in COMBINES:
-            style = ExpertParallel(symmetric=True, max_tokens=T, combine=combine)
-            self.peers[combine] = style._peers_of(layer, self.mesh)
-        style._apply(layer, self.mesh)
+        ExpertParallel(symmetric=True, max_tokens=T)._apply(layer, self.mesh)
         torch.manual_seed(1 + dist.get_rank())
         scores, self.ids = common.routing_logits(routing, sizes, device).softmax(-1).topk(K)
         self.inputs = torch.randn(T, D, device=device).to(dtype).requires_grad_(), scores.requires_grad_()
@@ -58,8 +54,9 @@ class Case:
         self.own = [w.to_local().detach().requires_grad_() for w in self.experts.weights]
 
     def choose(self, combine: str, exchange: str) -> None:
-        self.experts.combine, self.experts.peers = combine, self.peers[combine]
+        self.experts.combine = combine
         self.experts.static, self.experts.symmetric = "static" in exchange, "symmetric" in exchange
+        self.experts.open_memory(self.ids.size(1))
 
     def step(self) -> tuple[Tensor, ...]:
         x, scores = self.inputs

@@ -61,7 +61,7 @@ from .plan import Plan
 from .quantized import sharding
 from .quantized.weight import QuantizedWeight, read
 from .slots import Combine, Dispatch, tokens_there
-from .symmetric import Exchange, Peers
+from .symmetric import Exchange, Peers, SharedMemory
 
 __all__ = ["ExpertParallel", "ParallelExperts"]
 
@@ -159,7 +159,7 @@ class ExpertParallel(ParallelStyle):
                 checks.fail(ValueError, FN, "max_tokens >= 1", max_tokens)
         self.static, self.capacity, self.overflow, self.combine = static, capacity, overflow, combine
         self.symmetric, self.max_tokens = symmetric, max_tokens
-        self._peers = {}  # by what makes layers share memory
+        self._memory = SharedMemory()
 
     @property
     def _settings(self) -> dict:
@@ -181,16 +181,16 @@ class ExpertParallel(ParallelStyle):
         if experts.num_experts % device_mesh.size():
             found = f"{experts.num_experts} experts"
             checks.fail(ValueError, FN, f"a number of experts that {device_mesh.size()} divides", found)
-        if self.symmetric and module is experts:
-            checks.fail(TypeError, FN, "a FusedMoE with symmetric=True, for its K", type(module).__name__)
-        peers = self._peers_of(module, device_mesh) if self.symmetric else None
         quantised = (w for w in experts.weights if isinstance(w, QuantizedWeight))
         for part in (experts, *quantised, *experts.loras.values()):
             _shard(part, device_mesh, self.src_data_rank)
         # In place, as fully_shard: optimizers, hooks and the parent module keep their references.
         experts.__class__ = ParallelExperts
-        experts.mesh, experts.peers = device_mesh, peers
+        experts.mesh, experts.memory = device_mesh, self._memory
         vars(experts).update(self._settings)
+        experts.peers = None
+        if self.symmetric and module is not experts:  # else the first call tells K
+            experts.open_memory(module.top_k)
         experts.dropped_rows = torch.zeros((), dtype=torch.int64, device=experts.w1.device)
         if module is not experts:
             prepare = partial(_sum_gradients, device_mesh)
@@ -198,17 +198,6 @@ class ExpertParallel(ParallelStyle):
             module._prepare_parameters = prepare
             module.register_load_state_dict_post_hook(prepare)  # assign=True replaces parameters
         return module
-
-    def _peers_of(self, layer: FusedMoE, mesh: DeviceMesh) -> Peers:
-        experts, rows = layer.experts, self.max_tokens
-        if self.combine == "slot":
-            rows = self.capacity or self.max_tokens * layer.top_k
-        sizes = (self.max_tokens, experts.dim, layer.top_k, mesh.size() * rows)
-        key = (mesh.get_group(), experts.w1.dtype, sizes)
-        if key not in self._peers:
-            device = torch.device(mesh.device_type)
-            self._peers[key] = Peers(key[0], device, *key[1:])
-        return self._peers[key]
 
 
 class ParallelExperts(Counting, Experts):
@@ -222,7 +211,8 @@ class ParallelExperts(Counting, Experts):
     combine: str
     symmetric: bool
     max_tokens: int | None
-    peers: Peers | None  # with symmetric
+    memory: SharedMemory
+    peers: Peers | None  # with symmetric; None before the first call of experts without a router
     dropped_rows: Tensor  # () int64, rows dropped by this rank since it was last zeroed
 
     def reset_parameters(self) -> None:
@@ -308,9 +298,19 @@ class ParallelExperts(Counting, Experts):
         partial = exchange.back(self._local_experts(rows, scores, ids, max_rows))
         return function.unpermute(partial, plan)
 
+    def open_memory(self, top_k: int) -> None:
+        """Takes part in the memory of the layers of one style. A collective."""
+        rows = self.max_tokens
+        if self.combine == "slot":
+            rows = self.capacity or self.max_tokens * top_k
+        sizes = (self.max_tokens, self.dim, top_k, self.mesh.size() * rows)
+        self.peers = self.memory.peers(self.mesh, self.w1.dtype, sizes)
+
     @_disable_dynamo
     def _forward_symmetric(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """As the other two, for both kinds of rows, through shared memory."""
+        if self.peers is None:
+            self.open_memory(ids.size(1) if isinstance(ids, Tensor) and ids.dim() == 2 else 0)
         peers, num_experts = self.peers, self.num_experts
         peers.check(x, scores, ids)
         counts = function.route_plan(ids, num_experts).counts

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import checks, function
 from .exchange import FN, Facts, facts_of
@@ -96,6 +97,22 @@ def _on_all_ranks(what: str, group: ProcessGroup, fn: Callable):
     return result
 
 
+class SharedMemory:
+    """The Peers of the layers of one style, one for each shape."""
+
+    def __init__(self):
+        self._peers = {}
+
+    def __deepcopy__(self, memo) -> SharedMemory:
+        return self  # layers that are copied share it, too
+
+    def peers(self, mesh: DeviceMesh, dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> Peers:
+        key = (mesh.get_group(), dtype, sizes)
+        if key not in self._peers:
+            self._peers[key] = Peers(mesh.get_group(), torch.device(mesh.device_type), dtype, sizes)
+        return self._peers[key]
+
+
 class Areas(NamedTuple):
     """The parts of the memory, as N tensors each: the n-th is rank n's. Calls of every dtype find the first
     two at the same place."""
@@ -119,6 +136,13 @@ class Peers:
         """sizes: C, D, K and R."""
         self.rank, self.num_ranks = group.rank(), group.size()
         self.max_tokens, self.dim, self.top_k, self.num_rows = sizes
+        ranks = [None] * self.num_ranks
+        dist.all_gather_object(ranks, sizes, group)
+        for rank, (*_, top_k, _) in enumerate(ranks):
+            if ranks[rank] != sizes:
+                checks.fail(
+                    ValueError, FN, f"ids (T, {self.top_k}) on all ranks", f"(T, {top_k}) on rank {rank}"
+                )
         self._dtype, self._areas = dtype, {}
         self._memory = Memory(self._layout(dtype)[-1][-1], group, device)
 

@@ -134,15 +134,21 @@ def assert_close(found, expected, tolerance):
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
 
-EXCHANGES = {
+EXCHANGES = {  # by all-to-all
     "exact": {},
     "static": {"static": True},
     "rank": {"combine": "rank"},
     "rank, static": {"combine": "rank", "static": True},
-    "symmetric": {"symmetric": True, "max_tokens": T},
-    "rank, symmetric, static": {"combine": "rank", "symmetric": True, "static": True, "max_tokens": T},
 }
-every_exchange = pytest.mark.parametrize("options", EXCHANGES.values(), ids=EXCHANGES)
+shared_memory = {"symmetric": True, "max_tokens": 700}  # of any test's call
+SYMMETRIC = {
+    "symmetric": shared_memory,
+    "rank, symmetric, static": {**shared_memory, "combine": "rank", "static": True},
+}
+every_all_to_all = pytest.mark.parametrize("options", EXCHANGES.values(), ids=EXCHANGES)
+every_exchange = pytest.mark.parametrize(
+    "options", (EXCHANGES | SYMMETRIC).values(), ids=EXCHANGES | SYMMETRIC
+)
 static_alone = pytest.mark.parametrize("options", (EXCHANGES["static"], EXCHANGES["rank, static"]), ids=str)
 
 
@@ -648,7 +654,7 @@ def counted_exchanges(rank, device, ids, options, recompute):
     return found, sum(name.endswith("all_to_all_single") for name, *_ in calls.calls)
 
 
-@every_exchange
+@every_all_to_all
 def test_selective_checkpointing_keeps_received_rows(workers, cpu, options):
     """A policy that keeps the results of all-to-alls repeats none of them, and changes no bit."""
     ids = cases.make_ids("random", T, K, E)
@@ -1968,7 +1974,7 @@ def unequal_calls(rank, device, options):
     return found
 
 
-@every_exchange
+@every_all_to_all
 def test_unequal_calls_are_an_error(workers, cpu, options):
     """On all ranks, though only their calls differ. On a GPU a static exchange terminates the processes."""
     ranks = workers(unequal_calls, options)
