@@ -10,6 +10,8 @@ from cases import F32, Calls, Case, operator_calls, quantize_options
 from planting import CODES
 from test_opcheck import DIFFERENTIABLE, OPERATORS
 from test_quantized import EVERY_FORMAT
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -18,7 +20,8 @@ from torch.utils.checkpoint import (
 )
 
 import fused_moe
-from fused_moe import FusedMoE, exchange, main_grad, reference, symmetric, tensor_parallel
+from fused_moe import FusedMoE, exchange, main_grad, reference, tensor_parallel
+from fused_moe.distributed import ExpertParallel
 
 ops = torch.ops.fused_moe
 
@@ -203,16 +206,11 @@ def call_gather(device):
     return exchange._Gather.apply(torch.randn(6, 4, device=device).requires_grad_(), order, order.argsort())
 
 
-def call_exchange(device, by_slot=False):
-    """The tokens of a group of one rank go to itself."""
-    x = torch.randn(6, 4, device=device).requires_grad_()
-    scores = torch.rand(6, 2, device=device).requires_grad_()
-    ids = torch.arange(12, device=device).view(6, 2) % 3
-    peers = symmetric.Peers(dist.group.WORLD, x.device, x.dtype, (8, 4, 2, 16))
-    exchange = symmetric.Exchange(peers, x, scores, ids, 3)
-    plan = fused_moe.route_plan(exchange.ids, 3) if by_slot else None
-    rows, scores = exchange.there(x, scores, plan)
-    return exchange.back(2 * rows, scores, plan), scores
+def call_parallel(device, **options):
+    """A layer over a group of one rank, whose tokens go to itself."""
+    layer, x = layer_and_input(device)
+    mesh = init_device_mesh(device.type, (1,))
+    return parallelize_module(layer, mesh, ExpertParallel(**options))(x.requires_grad_())
 
 
 def call_own_rows(device):
@@ -245,8 +243,10 @@ def call_reference_in_fp8(device):
 FUNCTIONS = {
     "_RoutedUp": call_layer,
     "_Gather": call_gather,
-    "_There": call_exchange,
-    "_Back": partial(call_exchange, by_slot=True),
+    "Dispatch": call_parallel,
+    "Combine": partial(call_parallel, static=True),
+    "_There": partial(call_parallel, symmetric=True, max_tokens=64, combine="rank"),
+    "_Back": partial(call_parallel, symmetric=True, max_tokens=64),
     "_OwnRows": call_own_rows,
     "_Once": call_once,
     "WithMainGrad": call_with_main_grad,
