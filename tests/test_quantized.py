@@ -459,9 +459,10 @@ def test_out_and_expert_map(device):
         few = {"ids": ids, "expert_map": expert_map, "max_rows": 20}
         expected = reference.fused_experts(**inputs, **plain, **few)
         torch.testing.assert_close(fused_experts(**inputs, **weights, **few), expected)
+        eight_bits = {**inputs, **weights, "x": inputs["x"].bfloat16(), "compute": "int8"}
         with pytest.raises(ValueError, match=r"max_rows >= T\*K = 66 with compute 'int8', found 20"):
-            fused_experts(**inputs, **weights, **few, compute="int8")
-        fused_experts(**inputs, **weights, ids=ids, max_rows=66, compute="int8")
+            fused_experts(**eight_bits, **few)
+        fused_experts(**eight_bits, ids=ids, max_rows=66)
 
 
 # --- the layer --------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ int64_t fm_parts(int64_t tiles, int64_t width) {
     return tiles > 0 ? fm_min(fm_blocks(width, FM_TILE_COLS), fm_blocks(4 * num_threads, tiles)) : 1;
 }
 
-/* What would take most of the time in this file: its accesses are checked elsewhere, or are to its own data. */
+/* What would take most of this file's time. Its accesses are checked elsewhere, or are to its own data. */
 #define UNCHECKED __attribute__((no_sanitize("thread", "address", "undefined")))
 
 /* Sanitizers see each element of a, b and out once, not at each product. */
