@@ -259,12 +259,8 @@ class ParallelExperts(Counting, Experts):
             tokens, back = self._open_exact(x, ids, sent, slots)
             sent, slots = cut(sent, sum(tokens.send_splits)), cut(slots, sum(back.send_splits))
             num_received = sum(back.receive_splits)
-        # An index of `_slot_groups` is exact in float32. 0, which unused buffer rows have, is no expert's.
-        column = ids.clamp(-1, E) + (1 + (E + 2) * self.mesh.get_local_rank())
-        choice = torch.cat((scores.detach(), column.to(scores.dtype)), 1)
-        choice = tokens_there(choice, tokens, token_of_buffer, sent.tensors)
-        received_scores, column = choice.tensor_split(2, 1)
-        received = cut(route_plan(column.int(), E, self._slot_groups(x.device)), num_received)
+        received_scores, received = self._receive_choice(scores, ids, tokens, token_of_buffer, sent)
+        received = cut(received, num_received)
         if self.static:
             slot_of_buffer = row_of_buffer(received, N, capacity)
         there = (token_of_buffer, *sent.tensors, *received.tensors)
@@ -354,6 +350,19 @@ class ParallelExperts(Counting, Experts):
         """The plan of this rank's tokens by the ranks of their experts, each of which gets a token once."""
         N, E = self.mesh.size(), self.num_experts
         return route_plan(distinct(ids.div(E // N, rounding_mode="floor"), N), N)
+
+    def _receive_choice(
+        self, scores: Tensor, ids: Tensor, tokens: Exact, token_of_buffer: Tensor | None, sent: Plan
+    ) -> tuple[Tensor, Plan]:
+        """Sends each token's scores and ids where the token goes. Returns the scores of received tokens, and
+        the plan of those of their slots that have an expert here, by source rank and expert."""
+        E = self.num_experts
+        # An index of `_slot_groups` is exact in float32. 0, which unused buffer rows have, is no expert's.
+        column = ids.clamp(-1, E) + (1 + (E + 2) * self.mesh.get_local_rank())
+        choice = torch.cat((scores.detach(), column.to(scores.dtype)), 1)
+        choice = tokens_there(choice, tokens, token_of_buffer, sent.tensors)
+        received_scores, column = choice.tensor_split(2, 1)
+        return received_scores, route_plan(column.int(), E, self._slot_groups(scores.device))
 
     def _slot_groups(self, device: torch.device) -> Tensor:
         """(N * (E + 2),): the group of a slot by source rank and by id + 1, -1 where another rank has the
