@@ -20,7 +20,8 @@ has any of its experts. With combine="slot" a forward pass of the experts is
 
 and backward is the same in reverse, by autograd. Source of the method: GShard (arXiv 2006.16668, 3.2), with
 exact sizes instead of its padding, as in torchtitan's AllToAllTokenDispatcher. Ids outside [0, E) have no
-expert: their slots are not sent and add zero. `fused_moe/exchange.py` has the all-to-alls.
+expert: their slots are not sent and add zero. `fused_moe/exchange.py` has the all-to-alls, and
+`fused_moe/symmetric.py` the same ways through memory that ranks share.
 
 Letters: T tokens of this rank, D model width, E experts in all, K experts per token, N ranks, C capacity.
 """
