@@ -52,6 +52,7 @@ from .exchange import (
     distinct,
     facts_of,
     open_exact,
+    row_groups,
     row_of_buffer,
 )
 from .lora import Adapters, LoRA
@@ -111,10 +112,10 @@ class ExpertParallel(ParallelStyle):
         symmetric: exchange rows through memory that the ranks share, not by all-to-all. GPUs have to reach
             each other's memory, as those of one host do by NVLink; CPUs have to be of one host. A token is
             read once by each rank that has any of its experts. Without `static` the host waits once per
-            forward pass, for one integer, the number of slots that are here. With it the host never waits, a
-            step can be one CUDA graph, and C bounds the slots of a rank's experts, N*C in all; those above
-            are the last ones of its highest expert ids. The layers of one style share the memory, so they
-            run one after the other. A model that is compiled has a graph break here.
+            forward pass, for one integer, the number of slots that are here. With it the host never waits,
+            the experts' step can be one CUDA graph, and C bounds the slots of a rank's experts, N*C in all;
+            those above are the last ones of its highest expert ids. The layers of one style share the memory,
+            so they run one after the other. A model that is compiled has a graph break here.
         max_tokens: the largest T of any call on any rank, only with symmetric, which needs it. T may differ
             between ranks.
 
@@ -334,10 +335,9 @@ class ParallelExperts(Counting, Experts):
             of_rank = num_experts // peers.num_ranks
             plan = function.route_plan(exchange.ids, of_rank, max_rows=max_rows, dropped_rows=dropped)
             rows, scores = exchange.there(x, scores, plan)
-            index = torch.arange(rows.size(0), device=rows.device)
-            row_expert = torch.searchsorted(plan.offsets[1:], index, right=True).unsqueeze(1)
             ones = scores.new_ones(rows.size(0), 1)
-            out = exchange.back(self._local_experts(rows, ones, row_expert), scores, plan)
+            rows = self._local_experts(rows, ones, row_groups(plan).unsqueeze(1))
+            out = exchange.back(rows, scores, plan)
         if dropped is not None:
             self._count("dropped_rows", dropped)
         return out, counts
@@ -377,8 +377,7 @@ class ParallelExperts(Counting, Experts):
     def _local_ids(self, received: Plan) -> Tensor:
         """(R, 1): which of this rank's experts each received slot has. Past the last row, which only a static
         exchange has, it is -1."""
-        row = torch.arange(received.row_token.size(0), device=received.offsets.device)
-        group = torch.bucketize(row, received.offsets[1:], right=True)
+        group = row_groups(received)
         local = group % (self.num_experts // self.mesh.size())
         if self.static:
             local = torch.where(group < self.num_experts, local, -1)

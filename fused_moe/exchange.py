@@ -21,6 +21,7 @@ from . import checks
 from .plan import Plan
 
 FN = "ExpertParallel"
+REFUSED = -1  # no packed Facts: a call that failed, where the other ranks are told
 
 
 class Facts(NamedTuple):
@@ -44,6 +45,14 @@ class Facts(NamedTuple):
 
 def facts_of(x: Tensor, ids: Tensor) -> Facts:
     return Facts(x.size(1), ids.size(1), checks.FLOATING.index(x.dtype))
+
+
+def check_facts(facts: Facts, ranks: list[int]) -> None:
+    """Raises if those of any rank, packed, differ."""
+    for rank, packed in enumerate(ranks):
+        if packed != facts.packed():
+            found = "a call that failed" if packed == REFUSED else Facts.unpacked(packed)
+            checks.fail(ValueError, FN, f"{facts} on all ranks", f"{found} on rank {rank}")
 
 
 class Exact(NamedTuple):
@@ -80,9 +89,7 @@ def open_exact(group: ProcessGroup, facts: Facts, rows: Tensor, slots: Tensor) -
     own = facts.packed()
     table = torch.stack((rows, slots, torch.full_like(rows, own)), 1)
     sent, received = torch.stack((table, _exchange(table, group))).tolist()
-    for rank, (*_, other) in enumerate(received):
-        if other != own:
-            checks.fail(ValueError, FN, f"{facts} on all ranks", f"{Facts.unpacked(other)} on rank {rank}")
+    check_facts(facts, [other for *_, other in received])
     of_rows, of_slots = (
         Exact(group, [row[i] for row in sent], [row[i] for row in received]) for i in range(2)
     )
@@ -139,6 +146,12 @@ def distinct(ranks: Tensor, num_ranks: int) -> Tensor:
 def cut(plan: Plan, num_rows: int) -> Plan:
     """The plan without what it has room for past `num_rows`, where it has no row."""
     return plan._replace(row_token=plan.row_token[:num_rows], row_slot=plan.row_slot[:num_rows])
+
+
+def row_groups(plan: Plan) -> Tensor:
+    """(R,): which of the plan's groups each row is in, their number past the last row."""
+    row = torch.arange(plan.row_token.size(0), device=plan.offsets.device)
+    return torch.bucketize(row, plan.offsets[1:], right=True)
 
 
 def gather(rows: Tensor, source: Tensor) -> Tensor:

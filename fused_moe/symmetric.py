@@ -30,11 +30,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import checks, function
-from .exchange import FN, Facts, facts_of
+from .exchange import FN, REFUSED, check_facts, facts_of
 from .ops import ops, run
 from .plan import Plan
-
-REFUSED = -1  # no Facts have it
 
 
 class Memory:
@@ -255,17 +253,13 @@ class Exchange:
     def check(self, *, waits: bool) -> int | None:
         """Raises on all ranks if Facts differ; without waiting, by an assertion on the device. If the host
         waits it returns the number of slots that are here."""
-        own = self.facts.packed()
-        what = f"{self.facts} on all ranks"
         if not waits:
-            torch._assert_async((self.others == own).all(), f"{FN}: symmetric exchange needs {what}")
+            what = f"symmetric exchange needs {self.facts} on all ranks"
+            torch._assert_async((self.others == self.facts.packed()).all(), f"{FN}: {what}")
             return None
         num_slots = self.is_here.sum(dtype=torch.int32).unsqueeze(0)
         *others, num_slots = torch.cat((self.others, num_slots)).tolist()
-        for rank, packed in enumerate(others):
-            if packed != own:
-                found = "a call that failed" if packed == REFUSED else Facts.unpacked(packed)
-                checks.fail(ValueError, FN, what, f"{found} on rank {rank}")
+        check_facts(self.facts, others)
         return num_slots
 
     def slots_of_ranks(self) -> Tensor:
