@@ -6,7 +6,7 @@ def workers(device, tmp_path_factory):
 
 workers(fn, *args)              [fn(rank, device, *args) of each rank], tensors on the CPU
 
-With `share_gpu` all ranks run on one GPU, by turns, where NCCL does not: their collectives are gloo's.
+With `share_gpu` all ranks have the same GPU, which NCCL refuses: their collectives are gloo's.
 """
 
 import io

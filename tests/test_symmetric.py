@@ -1,6 +1,6 @@
 """ExpertParallel(symmetric=True): rows through memory that ranks share, beside one process and all-to-all.
 
-On a GPU all ranks run on one, by turns.
+On a GPU all ranks have the same one.
 """
 
 import copy
