@@ -26,7 +26,7 @@ from common import Error
 from torch import Tensor
 
 LAYER_GEMMS = ("up_gate", "down", "up_dgrad", "dgrad_down", "down_dgrad", "wgrad_up", "wgrad_down")
-DISTRIBUTIONS = ("balanced", "best", "worst")
+DISTRIBUTIONS = ("balanced", "best", "worst", "one-each")
 
 
 class Gemm(NamedTuple):
@@ -216,8 +216,13 @@ class Plain:
 
 def row_counts(distribution: str, num_rows: int, num_experts: int) -> Tensor:
     """Rows of each expert. balanced: counts differ by at most 1. best: eight experts share all rows. worst:
-    the last expert has all rows but one of each other expert."""
+    the last expert has all rows but one of each other expert. one-each: eight experts share all rows but one
+    of each other expert."""
     experts = torch.arange(num_experts)
+    if distribution == "one-each":
+        busy = min(8, num_experts - 1)
+        shared = num_rows - (num_experts - busy)
+        return torch.where(experts < busy, shared // busy + (experts < shared % busy), 1)
     if distribution == "worst":
         return torch.where(experts < num_experts - 1, 1, num_rows - num_experts + 1)
     active = min(8, num_experts) if distribution == "best" else num_experts

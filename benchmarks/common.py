@@ -118,7 +118,7 @@ LAYER_SHAPE = "a name of benchmarks/shapes.json or T,E,K,D,F; may be repeated"
 def parser(doc: str, *, many_routings: bool = False, shape: str = LAYER_SHAPE) -> argparse.ArgumentParser:
     """The flags of every program that measures. The first line of `doc` is the description, `shape` the help
     of --shape."""
-    routing = {"help": "random (the default), balanced, worst (or one) or zipf:EXPONENT"}
+    routing = {"help": "random (the default), balanced, worst (or one), one-each or zipf:EXPONENT"}
     if many_routings:
         routing = {"help": f"{routing['help']}; may be repeated", "action": "append"}
     else:
@@ -201,8 +201,8 @@ def routing_logits(routing: str, sizes: Sizes, device: str) -> Tensor:
     """Logits (T, E) with the distribution over experts that `routing` names.
 
     random: all experts have the same probability. balanced: counts differ by at most 1. zipf:S: probability
-    falls as rank ** -S. worst, or one: all tokens go to the same K experts. Logits are small, so no score is
-    denormal: denormals would slow down the arithmetic.
+    falls as rank ** -S. worst, or one: all tokens go to the same K experts. one-each: so do all but one token
+    of each other expert. Logits are small, so no score is denormal: denormals would slow down the arithmetic.
     """
     T, E, K, *_ = sizes
     noise = torch.randn(T, E, device=device)
@@ -211,13 +211,18 @@ def routing_logits(routing: str, sizes: Sizes, device: str) -> Tensor:
         return noise
     if routing in ("worst", "one"):
         return noise + 16 * (experts < K)
+    if routing == "one-each":  # token t has expert K + t in the place of expert t % K
+        one = torch.arange(T, device=device)[:, None]
+        busy = (experts < K) & ((experts != one % K) | (one >= E - K))
+        return noise + 16 * (busy | (experts == K + one))
     if routing == "balanced":
         first = torch.arange(T, device=device)[:, None] * K
         return 0.5 * noise + 8 * ((experts - first) % E < K)
     if routing.startswith("zipf:"):  # the top K of log(weight) + Gumbel noise are K weighted draws
         gumbel = -torch.empty_like(noise).exponential_().log()
         return gumbel - float(routing.removeprefix("zipf:")) * (experts + 1).log()
-    raise SystemExit(f"--routing: expected random, balanced, worst, one or zipf:EXPONENT, found {routing}")
+    expected = "random, balanced, worst, one, one-each or zipf:EXPONENT"
+    raise SystemExit(f"--routing: expected {expected}, found {routing}")
 
 
 def tokens_and_gate(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
