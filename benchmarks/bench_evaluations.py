@@ -7,7 +7,7 @@ docs/evaluations.md names the systems and has their published figures beside the
 measures comes from there: bench_gemm.py, bench_layer.py, bench_kernels.py and bench_decode.py run on the
 shapes of the evaluation, and `system` and `layer` in their records say what for. The rest is here:
 
-1  orders: the tiles of one grouped GEMM in five orders, in turns, beside a loop of GEMMs, and on the portable
+1  orders: the tiles of one grouped GEMM in four orders, in turns, beside a loop of GEMMs, and on the portable
    tier, which has one CTA per tile. ratio_to_loop and dense_ratio are of each order's own time.
 2  few rows: one GEMM of few rows in three orders. floor_us: the weights of experts that have rows, read once.
 3  layer: router to combine over T. In ours the host makes 3 to 5 launches; in `halves` gate and up are one
@@ -46,15 +46,14 @@ from decode_case import CHECKED_TOKENS, Case, Setup
 from torch import Tensor
 
 OWN = "own"  # the shapes of the evaluation
-ORDERS = {"default": "", "linear": "order=linear", "group 2": "group=2", "group 8": "group=8"}
-ORDERS |= {"column": "order=column"}
+ORDERS = {"default": "", "linear": "order=linear", "group 4": "group=4", "column": "order=column"}
 FEW_ORDERS = ("default", "linear", "column")
-MODEL_GROUPS = {"default": 16, "linear": 1, "group 2": 2, "group 8": 8, "column": 2**31 - 1}
+MODEL_GROUPS = {"default": 16, "linear": 1, "group 4": 4, "column": 2**31 - 1}
 FEW_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 LAYER_TOKENS = (1, 32, 128, 512, 2048, 4096)
 STAGES_AT = 512  # tokens
 PROFILED_AT = 2
-LOCAL_TOKENS = "1,16,64,128"
+LOCAL_TOKENS = "1,64"
 COUNTERS = {
     "l2_hits": "lts__t_sector_hit_rate.pct",
     "l1_hits": "l1tex__t_sector_hit_rate.pct",
@@ -481,7 +480,7 @@ def system3(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
             yield common.record(options, **about, layer="layer", what="forward", tokens=tokens, **measured)
         tokens = STAGES_AT if shape == OWN else common.layer_sizes(name).num_tokens
         sizes = text_of(common.layer_sizes(name)._replace(num_tokens=tokens))
-        kernels = " ".join(f"--what {what}" for what in ("router_logits", "route", "route_plan", "permute"))
+        kernels = " ".join(f"--what {what}" for what in ("router_logits", "route_and_plan", "permute"))
         stages = by(bench_kernels, f"{kernels} --what combine", sizes, dtype, options)
         yield from (r | {"model": name, "tokens": tokens} for r in named("stages", stages))
         peer = "" if options.device == "cuda" else "--peers loop"

@@ -354,14 +354,14 @@ def tables(layers: dict[str, Layer], links: Links) -> dict[str, str]:
     }
 
 
-def filled(page: str, texts: dict[str, str]) -> str:
-    """The page with the table below each line `<!-- scaling: NAME -->` renewed."""
-    found = re.findall(r"<!-- scaling: (\w+) -->\n", page)
+def filled(page: str, texts: dict[str, str], mark: str = "scaling") -> str:
+    """The page with the table below each line `<!-- MARK: NAME -->` renewed."""
+    found = re.findall(rf"<!-- {mark}: (\w+) -->\n", page)
     if sorted(found) != sorted(texts):
         raise SystemExit(
             f"--page: expected markers {' '.join(sorted(texts))}, found {' '.join(sorted(found))}"
         )
-    table = re.compile(r"(<!-- scaling: (\w+) -->\n)(?:\|.*\n)*")
+    table = re.compile(rf"(<!-- {mark}: (\w+) -->\n)(?:\|.*\n)*")
     return table.sub(lambda m: f"{m[1]}{texts[m[2]]}\n", page)
 
 
