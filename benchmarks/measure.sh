@@ -43,6 +43,9 @@ for shape in $shapes; do program kernels bench_kernels --shape "$shape"; done
 for shape in $shapes; do program decode bench_decode --shape "$shape"; done
 for shape in $shapes; do program eight_bits bench_eight_bits --shape "$shape"; done
 for shape in $shapes; do program fp8_training bench_fp8_training --shape "$shape"; done
+for system in 1 2 3 4 5; do
+    program evaluations bench_evaluations --system $system ${SYSTEM_SHAPE:+--shape "$SYSTEM_SHAPE"} --repeats 7
+done
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo && echo "failed or not run, after $SECONDS s:"

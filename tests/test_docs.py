@@ -33,6 +33,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, *(ROOT / f for f in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"))]
 TEXTS += sorted((ROOT / "docs" / "lab").glob("*.md"))
 NAMES = "training_loop balancing functions torchtitan transformers expert_parallelism integrations".split()
+NAMES.append("evaluations")
 TASKS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 
 

@@ -103,12 +103,13 @@ def test_routings_are_what_their_names_say(load):
     common, row_counts = load("common"), load("bench_gemm").row_counts
     sizes = common.Sizes(4096, 16, 2, 64, 32)
     rows = {}
-    for name in ("balanced", "random", "worst"):
+    for name in ("balanced", "random", "worst", "one-each"):
         _, ids = fused_moe.route(common.routing_logits(name, sizes, "cpu"), 2)
         rows[name] = ids.flatten().bincount(minlength=16)
     assert rows["balanced"].tolist() == [512] * 16
     assert (rows["random"] / 512 - 1).abs().max() < 0.25
     assert rows["worst"].tolist() == [4096] * 2 + [0] * 14
+    assert rows["one-each"].tolist() == [4089] * 2 + [1] * 14
     first = common.routing_logits("zipf:1", sizes, "cpu").argmax(-1).bincount(minlength=16)
     share = 1 / torch.arange(1, 17)
     assert torch.allclose(first / 4096, share / share.sum(), atol=0.03)
@@ -118,6 +119,8 @@ def test_routings_are_what_their_names_say(load):
     assert row_counts("balanced", 10, 4).tolist() == [3, 3, 2, 2]
     assert row_counts("best", 160, 10).tolist() == [20] * 8 + [0] * 2
     assert row_counts("worst", 160, 4).tolist() == [1, 1, 1, 157]
+    assert row_counts("one-each", 160, 10).tolist() == [*[20] * 6, 19, 19, 1, 1]
+    assert row_counts("one-each", 32768, 64).tolist() == [4089] * 8 + [1] * 56
 
 
 def test_random_weights(load):

@@ -45,6 +45,14 @@ KERNELS = "router_logits route route_backward route_plan route_and_plan permute 
 KERNELS += " unpermute_backward"
 EIGHT = ["fp8_block", "fp8_block, compute fp8", "fp8, compute fp8", "int8, compute int8"]
 EIGHT += ["int8, compute int8_smooth"]
+STAGES = "router_logits route_and_plan permute combine up_gate apart down".split()
+WAYS = ["experts", "int8", "int8, compute int8", "int8, compute int8_smooth", "fp8", "fp8, compute fp8"]
+CK_MODES = [
+    ("only, gelu", WAYS),
+    ("only, silu", WAYS[:1]),
+    ("and up, gelu", WAYS[:1]),
+    ("and up, silu", WAYS),
+]
 MODEL = "--shape 1,8,2,64,32 --dtype fp32 --layers 2 --new-tokens 4"
 # A run: the program and its flags, names of fields, their values in each record.
 RUNS = {
@@ -55,7 +63,7 @@ RUNS = {
         "routing what",
         [
             *product(("balanced", "zipf:1.2"), GEMMS),
-            *product(("balanced", "best", "worst"), ["grouped_mm"]),
+            *product(("balanced", "best", "worst", "one-each"), ["grouped_mm"]),
         ],
     ),
     "kernels": ("bench_kernels --routing zipf:1.2 --dtype bf16", "what", zip(KERNELS.split())),
@@ -114,6 +122,37 @@ RUNS = {
     ),
     "eight bits": ("bench_eight_bits --dtype bf16", "what", zip(["experts", *EIGHT])),
     "first call": ("first_call --dtype bf16", "what processes", [("up_gate_grouped_mm", 1)]),
+    "evaluation of system 1": (
+        "bench_evaluations --system 1 --dtype bf16",
+        "system layer what",
+        [(1, "GEMM", "grouped_mm"), *((1, "layer", what) for what in PASSES)],
+    ),
+    "evaluation of system 2": (
+        "bench_evaluations --system 2 --tokens 1,5",
+        "system dtype tokens what",
+        [(2, *case) for case in product(("fp16", "bf16"), (1, 5), ("w1", "w2"))],
+    ),
+    "evaluation of system 3": (
+        "bench_evaluations --system 3 --tokens 1,5",
+        "dtype layer what",
+        [("fp16", "layer", "forward")] * 2 + [("fp16", "stages", what) for what in STAGES],
+    ),
+    "evaluation of system 4": (
+        "bench_evaluations --system 4",
+        "layer routing what",
+        [
+            *(("GEMM", case, "grouped_mm") for case in ("balanced", "best", "worst", "one-each")),
+            *(("gather", case, "up, relu") for case in ("balanced", "best", "one-each")),
+            ("order of experts", "one-each", "grouped_mm"),
+            *(("layer", *case) for case in product(("balanced", "worst", "one-each"), PASSES)),
+        ],
+    ),
+    "evaluation of system 5": (
+        "bench_evaluations --system 5",
+        "layer what",
+        [(f"gate {mode}", what) for mode, whats in CK_MODES for what in whats]
+        + [(f"local tokens, {own} own tokens", "experts") for own in (1, 24)],
+    ),
     "layer in transformers": ("bench_transformers --dtype fp32", "what", [("forward_backward",)]),
     "generate": (
         f"bench_transformers --generate {MODEL} --batch 1,3 --prompt 5",
@@ -298,6 +337,7 @@ def test_measure_runs_every_program(run, monkeypatch, tmp_path):
     python.write_text(PYTHON)
     python.chmod(0o755)
     shapes = {"SHAPES": "24,8,2,128,128", "OTHER_SHAPES": "", "PYTHON": str(python), "RAN": str(ran)}
+    shapes["SYSTEM_SHAPE"] = "24,8,2,64,32"
     command = [str(BENCHMARKS / "measure.sh"), str(tmp_path / "records")]
     options = {"env": os.environ | shapes, "capture_output": True, "text": True}
     found = subprocess.run(command, **options)
@@ -305,12 +345,13 @@ def test_measure_runs_every_program(run, monkeypatch, tmp_path):
     assert found.returncode == 1 and re.search(failed, found.stdout), found.stdout + found.stderr
     lines = [line.split() for line in ran.read_text().splitlines()]
     names = ["layer", "layer", "gemm", "kernels", "decode", "eight_bits", "fp8_training"]
+    names += ["evaluations"] * 5
     assert [line[0] for line in lines] == [f"benchmarks/bench_{name}.py" for name in names]
     for path, *flags in lines:
         i = flags.index("--json")
         assert flags[i + 1].startswith(f"{tmp_path}/records/") and flags[i + 2 :] == ["--append"]
         monkeypatch.chdir(tmp_path)
-        few = ["--tokens", "1"] if "decode" in path else []
+        few = ["--tokens", "1"] if "decode" in path or "evaluations" in path else []
         assert run(Path(path).stem, *flags[:i], *few)
     found = subprocess.run([*command, "--limit", "0"], **options)
     assert found.returncode == 1 and found.stdout.count("\n  bench_") == len(lines) + 1
