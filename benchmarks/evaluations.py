@@ -262,7 +262,7 @@ def mode_table(found: list[dict]) -> str:
         rows.append([mode, times_us, number(r, "floor_ratio"), times(r, "torch_ratio"), *cells])
     for tokens in map(int, LOCAL_TOKENS.split(",")):
         r = pick(own, local_tokens=tokens)
-        text = f"{tokens} own tokens of 128 (a batch of them alone: {number(r, 'ratio_to_own')})"
+        text = f"{tokens} own tokens of 128 (alone: {number(r, 'ratio_to_own')} of the time)"
         rows.append([text, number(r, "time_us", "{:.0f}"), *[""] * (2 + len(formats))])
     header = "mode | bf16: µs | of the floor | over `_grouped_mm` | int8 weights, over bf16 | int8"
     return table(f"{header} | int8, smooth | fp8 weights | fp8", rows)
