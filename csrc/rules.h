@@ -2,8 +2,9 @@
  *
  * The host knows sizes, not how rows are distributed over the experts, so rules speak of averages. A result
  * has the same bits on both sides of a bound, but for that of compute="auto". The measurements behind the
- * figures are in the pages of docs/lab/ that the comments name. How wgrad's rows are cut into slices is the
- * schedule's rule (schedule.h).
+ * figures are in the pages of docs/lab/ that the comments name. Numbers of SMs and CTAs are the device's. The
+ * other bounds were measured on H100 and H200, and apply to other GPUs unmeasured. How wgrad's rows are cut
+ * into slices is the schedule's rule (schedule.h).
  *
  *   T tokens, K slots of a token, R rows, E experts, D and F widths, k a GEMM's reduction
  *

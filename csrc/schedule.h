@@ -44,7 +44,9 @@
  * along N (split_last_wave).
  *
  * Split-K. The schedule cuts an expert's rows into slices of slice_rows rows. A weight gradient's tile sums
- * slices_per_tile consecutive slices, which together are the tile's slice.
+ * slices_per_tile consecutive slices, which together are the tile's slice. Slices are made for the device's
+ * number of SMs. In a plan from a device with another number, slices may have other rows than the weight
+ * gradient expects; then no expert is split.
  *
  * A plan comes from the caller, and a GPU cannot refuse it. So whatever words offs and a schedule have, tiles
  * are within the R rows and the weight, their number is at most that of a right plan of R rows and E experts,
@@ -72,7 +74,7 @@ enum {
     FUSED_MOE_TILE_ROWS = 128,  /* rows of a schedule's row tiles, but for sm90/experts.cuh */
     FUSED_MOE_SKINNY_ROWS = 64, /* a skinny expert has at most this number of rows */
     FUSED_MOE_MIN_SLICE = 512,  /* the schedule's split-K slices have at least this number of rows */
-    FUSED_MOE_SLICE_SMS = 132,  /* slices are made for this number of SMs: H100, H200 */
+    FUSED_MOE_SLICE_SMS = 132,  /* a CPU's plans have slices for this number of SMs: H100, H200 */
     FUSED_MOE_MAX_CTAS = 512,   /* of a persistent grid; sm_90 has 144 SMs at most, with two CTAs each */
 };
 
@@ -427,6 +429,11 @@ typedef struct {
     int32_t slice, num_slices;           /* tile slice of the expert's; num_slices 0: an empty tile */
 } FusedMoeWgradTile;
 
+/* Whether tiles sum slices of the schedule. If these have other rows, a tile sums all rows of its expert. */
+FUSED_MOE_FN int32_t fused_moe_has_slices(const int32_t *schedule, const FusedMoeWgradOrder *order) {
+    return order->slices_per_tile && fused_moe_schedule_head(schedule)->slice_rows == order->slice_rows;
+}
+
 /* The largest number of slices of a schedule: each expert may have one that is not full. */
 FUSED_MOE_FN uint32_t fused_moe_max_slices(int32_t R, int32_t E, int32_t slice_rows) {
     return (uint32_t)(R / slice_rows) + (uint32_t)E;
@@ -437,7 +444,7 @@ FUSED_MOE_FN uint32_t fused_moe_max_slices(int32_t R, int32_t E, int32_t slice_r
 FUSED_MOE_FN uint32_t fused_moe_num_wgrad_tiles(const int32_t *schedule, int32_t E, int32_t R,
                                                 const FusedMoeWgradOrder *order) {
     uint32_t slices = (uint32_t)E;
-    if (order->slices_per_tile) {
+    if (fused_moe_has_slices(schedule, order)) {
         uint32_t max_slices = fused_moe_max_slices(R, E, order->slice_rows);
         slices = (uint32_t)fused_moe_schedule_head(schedule)->num_slices;
         if (slices > max_slices) slices = max_slices;
@@ -457,7 +464,7 @@ FUSED_MOE_FN FusedMoeWgradTile fused_moe_wgrad_tile(const int32_t *schedule, con
     tile.weight_tile = (int32_t)(index % weight_tiles);
     tile.expert = slice; /* if each expert is one slice */
     tile.slice = 0;
-    if (order->slices_per_tile) {
+    if (fused_moe_has_slices(schedule, order)) {
         FusedMoeExpertList sliced = fused_moe_sliced_experts(schedule, E);
         int32_t max_slices = (int32_t)fused_moe_max_slices(R, E, order->slice_rows);
         int32_t b = fused_moe_find_slice(&sliced, order->slices_per_tile, max_slices, slice, &tile.slice);

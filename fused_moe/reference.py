@@ -149,9 +149,11 @@ def _slice_rows(num_rows: int, num_experts: int, num_sms: int) -> int:
 def _schedule(counts: Tensor, num_rows: int) -> Tensor:
     """The tile schedule of csrc/schedule.h for at most num_rows rows. Words past its lists are zeros."""
     names = "TILE_ROWS", "SKINNY_ROWS", "SLICE_SMS"
-    tile_rows, skinny_rows, slice_sms = (FACTS["constants"][name] for name in names)
+    tile_rows, skinny_rows, num_sms = (FACTS["constants"][name] for name in names)
     E, device = counts.numel(), counts.device
-    slice_rows = _slice_rows(num_rows, E, slice_sms)
+    if device.type == "cuda":
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    slice_rows = _slice_rows(num_rows, E, num_sms)
 
     def experts_of(*masks: Tensor) -> Tensor:
         return torch.cat([mask.nonzero().flatten() for mask in masks])

@@ -33,6 +33,7 @@ typedef struct {
     int64_t num_slots, span_slots; /* in all; of a span */
     int64_t *dropped;              /* or NULL */
     int32_t num_spans, R;          /* rows from R on are dropped */
+    int32_t slice_rows;
 } Sort;
 
 /* --- schedules ------------------------------------------------------------------------------------------ */
@@ -45,7 +46,7 @@ typedef struct {            /* offsets from counts, or from unchecked cumulative
     int32_t *offs;       /* [E] never decreasing, within [0, R] */
     int32_t *schedule;   /* [8+4E] */
     int64_t R;
-    int32_t E;
+    int32_t E, slice_rows;
     bool leading_zero; /* offs[-1] = 0: offsets (E+1,) */
 } Schedule;
 
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(SCHEDULE_THREADS) schedule_kernel(const __grid
     __syncthreads();
     for (int32_t e = threadIdx.x; s.counts_out && e < s.E; e += SCHEDULE_THREADS)
         s.counts_out[e] = s.offs[e] - fused_moe_expert_start(s.offs, e);
-    make_schedule(s.schedule, s.offs, s.E, s.R);
+    make_schedule(s.schedule, s.offs, s.E, s.slice_rows);
 }
 
 /* --- the sort ------------------------------------------------------------------------------------------- */
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(THREADS, 1) scatter_kernel(const __grid_consta
         p.counters[i] = 0;
     int32_t num_rows = sum_counts(s, span, first_expert, row_of_span, ends);
     if (blockIdx.x == 0)
-        make_schedule(p.schedule, p.E <= THREADS ? ends : p.offsets + 1, p.E, s.R, p.tile_rows);
+        make_schedule(p.schedule, p.E <= THREADS ? ends : p.offsets + 1, p.E, s.slice_rows, p.tile_rows);
     if (blockIdx.x == 0 && threadIdx.x == 0 && s.dropped) *s.dropped += max(num_rows - s.R, 0);
 
     int64_t end = min((span + 1) * s.span_slots, s.num_slots);
@@ -234,6 +235,11 @@ __global__ void __launch_bounds__(THREADS, 1) scatter_kernel(const __grid_consta
 
 /* --- launchers ------------------------------------------------------------------------------------------ */
 
+static int launch_schedule(Schedule s, void *stream) {
+    s.slice_rows = slice_rows_of(s.R, s.E);
+    return launch(schedule_kernel, s, 1, SCHEDULE_THREADS, 0, stream);
+}
+
 int check_offsets(const int32_t **offs, const int32_t **schedule, int32_t E, int64_t R, void *workspace,
                   void *stream) {
     Schedule s = {};
@@ -244,7 +250,7 @@ int check_offsets(const int32_t **offs, const int32_t **schedule, int32_t E, int
     s.E = E;
     *offs = s.offs;
     *schedule = s.schedule;
-    return launch(schedule_kernel, s, 1, SCHEDULE_THREADS, 0, stream);
+    return launch_schedule(s, stream);
 }
 
 static int32_t num_spans_of(const FusedMoeRoutePlan &p) {
@@ -270,12 +276,12 @@ extern "C" int fused_moe_cuda_route_plan(const FusedMoeBoundedPlan *bounded, voi
         none.schedule = p->schedule;
         none.E = p->E;
         none.leading_zero = true;
-        return launch(schedule_kernel, none, 1, SCHEDULE_THREADS, 0, stream);
+        return launch_schedule(none, stream);
     }
     int64_t num_slots = p->T * p->K;
     int64_t span_slots = ceil_div(num_slots, num_spans);
-    Sort s = {*p,        (int32_t *)p->workspace, num_slots, span_slots, bounded->dropped,
-              num_spans, (int32_t)bounded->R};
+    int32_t R = (int32_t)bounded->R, slice_rows = slice_rows_of(R, p->E);
+    Sort s = {*p, (int32_t *)p->workspace, num_slots, span_slots, bounded->dropped, num_spans, R, slice_rows};
     int64_t grid = num_spans * ceil_div(p->E, EXPERTS_PER_CTA);
     int status = num_spans > 1 ? launch(count_kernel, s, grid, THREADS, 0, stream) : FUSED_MOE_OK;
     /* above 16 KiB always the maximum, as launch_dependent() requires */
@@ -294,5 +300,5 @@ extern "C" int fused_moe_cuda_count_plan(const FusedMoeCountPlan *p, void *strea
     s.R = p->R;
     s.E = p->E;
     s.leading_zero = true;
-    return launch(schedule_kernel, s, 1, SCHEDULE_THREADS, 0, stream);
+    return launch_schedule(s, stream);
 }

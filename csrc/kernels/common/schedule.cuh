@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "../../schedule.h"
+#include "launch.cuh"
 
 namespace fused_moe {
 
@@ -14,13 +14,17 @@ __device__ inline int32_t num_rows_of(const int32_t *offs, int32_t E, int64_t R)
     return fused_moe_clamp(offs[E - 1], (int32_t)R);
 }
 
+/* Rows of a slice in plans that the current device makes, and that its weight gradients expect. */
+inline int32_t slice_rows_of(int64_t R, int32_t E) {
+    return fused_moe_slice_rows(R, E, current_device().num_sms);
+}
+
 /* The whole CTA calls it, with offs that all its threads see; two warps do the work. */
-__device__ inline void make_schedule(int32_t *schedule, const int32_t *offs, int32_t E, int64_t R,
+__device__ inline void make_schedule(int32_t *schedule, const int32_t *offs, int32_t E, int32_t slice_rows,
                                      int32_t tile_rows = FUSED_MOE_TILE_ROWS) {
     int warp = threadIdx.x / 32;
     if (warp == 0) fused_moe_schedule_row_tiles(schedule, offs, E, tile_rows);
-    if (warp == 1)
-        fused_moe_schedule_slices(schedule, offs, E, fused_moe_slice_rows(R, E, FUSED_MOE_SLICE_SMS));
+    if (warp == 1) fused_moe_schedule_slices(schedule, offs, E, slice_rows);
 }
 
 /* Bytes of checked offsets (E) and their schedule, a multiple of 128. */

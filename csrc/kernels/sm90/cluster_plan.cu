@@ -35,7 +35,7 @@ using Scan = cub::BlockScan<int32_t, THREADS, cub::BLOCK_SCAN_WARP_SCANS>;
 typedef struct {
     FusedMoeRoutePlan plan;
     FusedMoeRoute route; /* read where the kernel chooses */
-    int32_t span_slots;
+    int32_t span_slots, slice_rows;
 } ClusterPlan;
 
 struct PlanShared {
@@ -135,7 +135,8 @@ __device__ inline int sum_counts(const FusedMoeRoutePlan &p, PlanShared &s) {
 }
 
 /* Makes the plan from the ids of all spans. The whole cluster calls it. */
-__device__ inline void make_plan(const FusedMoeRoutePlan &p, PlanShared &s, const Span &span) {
+__device__ inline void make_plan(const ClusterPlan &q, PlanShared &s, const Span &span) {
+    const FusedMoeRoutePlan &p = q.plan;
     int id[ROUNDS], warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     unsigned peers[ROUNDS], lanes_before = (1u << lane) - 1;
     __syncthreads(); /* ids and zeros are written */
@@ -157,7 +158,7 @@ __device__ inline void make_plan(const FusedMoeRoutePlan &p, PlanShared &s, cons
         if (slot >= num_rows) p.row_slot[slot] = p.row_token[slot] = -1; /* there is no such row */
     }
     __syncwarp();
-    if (blockIdx.x == CTAS - 1) make_schedule(p.schedule, s.ends, p.E, p.T * p.K, p.tile_rows);
+    if (blockIdx.x == CTAS - 1) make_schedule(p.schedule, s.ends, p.E, q.slice_rows, p.tile_rows);
     __syncwarp();
     barrier_cluster_wait(); /* until the others have read this CTA's counts */
 }
@@ -172,7 +173,7 @@ __global__ void __launch_bounds__(THREADS, 1) cluster_plan_kernel(const __grid_c
         int64_t e = slot_expert(&q.plan, span.first_slot + i);
         s.id[i] = e >= 0 && e < q.plan.E ? (int)e : -1;
     }
-    make_plan(q.plan, s, span);
+    make_plan(q, s, span);
 }
 
 template <int V>
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(THREADS, 1) choice_plan_kernel(const __grid_co
         }
         __syncwarp(); /* before the next tokens' choices overwrite these */
     }
-    make_plan(q.plan, s.plan, span);
+    make_plan(q, s.plan, span);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
@@ -217,7 +218,8 @@ int launch(const ClusterPlan &q, void *stream) {
 } // namespace
 
 int cluster_plan(const FusedMoeRoutePlan &p, const FusedMoeRoute *route, void *stream) {
-    ClusterPlan q = {p, {}, (int32_t)fused_moe_span_slots(p.T, p.K, route != nullptr)};
+    ClusterPlan q = {
+        p, {}, (int32_t)fused_moe_span_slots(p.T, p.K, route != nullptr), slice_rows_of(p.T * p.K, p.E)};
     if (!route) return launch<cluster_plan_kernel, PlanShared>(q, stream);
     q.route = *route;
     int K = fused_moe_chooses_by_warp(p.T, p.E, true) ? WHOLE_WARP : p.K;

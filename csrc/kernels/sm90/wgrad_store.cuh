@@ -35,7 +35,7 @@ typedef struct {
 } Slices;
 
 inline Slices slices_of(int64_t R, int32_t E, int64_t weight_tiles, int k_tile) {
-    int32_t rows = fused_moe_slice_rows(R, E, FUSED_MOE_SLICE_SMS);
+    int32_t rows = slice_rows_of(R, E);
     int32_t per_tile = fused_moe_slices_per_tile(R, rows, weight_tiles, num_ctas(), k_tile);
     Slices s = {{(int32_t)weight_tiles, rows, per_tile}, R > 0 ? R : 1, 0};
     if (per_tile) s.rows = (int64_t)per_tile * rows;
