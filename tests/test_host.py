@@ -21,6 +21,7 @@ except ImportError:
 ops = torch.ops.fused_moe
 needs_host = pytest.mark.skipif(_host is None, reason="fused_moe._host was not built for this Python")
 TILE_ROWS, SKINNY_ROWS, MIN_SLICE, MAX_CTAS, NUM_COUNTERS = 128, 64, 512, 512, 4096
+SMS = 78, 114, 132, 144  # of an H20, an H100 PCIe, an H100 SXM or H200, and the whole chip
 INT32_MAX = 2**31 - 1
 MAX_ROWS = INT32_MAX - 1024  # of a call
 COUNTS = st.lists(st.one_of(st.just(0), st.integers(1, SKINNY_ROWS), st.integers(0, 700)), max_size=40)
@@ -447,13 +448,18 @@ def test_tall_tiles_of_any_words_are_within_the_tensors(plan, num_n_tiles, group
     weight_tiles=st.integers(1, 3),
     slice_rows=st.integers(1, 70),
     slices_per_tile=st.integers(0, 4),
+    is_expected=st.booleans(),
 )
-def test_wgrad_tiles_of_any_words_are_within_the_tensors(plan, weight_tiles, slice_rows, slices_per_tile):
+def test_wgrad_tiles_of_any_words_are_within_the_tensors(
+    plan, weight_tiles, slice_rows, slices_per_tile, is_expected
+):
     """And no more than a right plan may have; every slice has a slot, shared or not."""
     words, offs, R = plan
+    if is_expected:
+        words[6] = slice_rows
     tiles = _host.any_wgrad_tiles(words, offs, R, weight_tiles, slice_rows, slices_per_tile)
     assert len(tiles) <= (R // slice_rows + len(offs)) * weight_tiles
-    most = slices_per_tile * slice_rows or INT32_MAX
+    most = (words[6] == slice_rows and slices_per_tile * slice_rows) or INT32_MAX
     num_slots = _host.num_split_slots(R, most)
     for expert, first_row, num_rows, weight_tile, slice, num_slices in tiles:
         assert 0 <= expert < len(offs)
@@ -526,6 +532,25 @@ def test_any_slices_cover_every_row_once(counts, weight_tiles, slice_rows, slice
     check_wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile, spare)
 
 
+@needs_host
+@pytest.mark.parametrize("made_for", SMS)
+@pytest.mark.parametrize("read_by", SMS)
+def test_a_plan_of_another_device(made_for, read_by):
+    """Its slices have other rows than the weight gradient expects: each tile sums all rows of its expert."""
+    counts, weight_tiles = [3, 40_000, 0, 9_000], 12
+    R, offs = sum(counts), offs_of(counts)
+    made, read = (_host.slice_rows(R, len(counts), num_sms) for num_sms in (made_for, read_by))
+    slices_per_tile = _host.slices_per_tile(R, read, weight_tiles, read_by, TILE_ROWS)
+    assert slices_per_tile and (made == read) == (made_for == read_by)
+    schedule = ops.tile_schedule(offs, TILE_ROWS, made)
+    tiles = _host.any_wgrad_tiles(schedule.tolist(), offs.tolist(), R, weight_tiles, read, slices_per_tile)
+    if made == read:
+        assert tiles == wgrad_tiles(counts, weight_tiles, read, slices_per_tile)
+        return
+    first = [0, *accumulate(counts)]
+    assert tiles == [(e, first[e], n, w, 0, 1) for e, n in enumerate(counts) for w in range(weight_tiles)]
+
+
 def test_skewed_slices_keep_all_ctas_busy():
     """dw1 and dw3 of sonic-1.4b. A CTA fetches two tiles ahead of the one that it computes, and next_tile()
     claims one more. Claimed tiles cannot be stolen, so a CTA's static tiles must not all be long ones."""
@@ -563,7 +588,7 @@ def test_slots_of_experts_just_longer_than_a_slice():
 
 
 @needs_host
-@pytest.mark.parametrize("num_ctas", [1, 132])
+@pytest.mark.parametrize("num_ctas", [1, *SMS])
 @pytest.mark.parametrize("weight_tiles", [1, 12, 100, 300])
 @pytest.mark.parametrize(
     "counts", [(100, 0, 3), (9000, 0, 1, 700, 0), (0,) * 5, (1,) * 300, (513,) * 40, (40_000, *(64,) * 127)]
@@ -584,12 +609,13 @@ def test_split_k_slices_of_a_layer(counts, weight_tiles, num_ctas, spare):
         st.one_of(st.just(0), st.integers(0, 700), st.integers(0, 40_000)), min_size=1, max_size=7
     ),
     weight_tiles=st.integers(1, 60),
+    num_ctas=st.sampled_from(SMS),
     spare=st.sampled_from((0, 0, 290)),
 )
-@example(counts=[3, 40_000], weight_tiles=1, spare=0)  # the schedule's slices have 1,216 rows: 9.5 blocks
-def test_split_k_slices_are_whole_row_blocks(counts, weight_tiles, spare):
+@example(counts=[3, 40_000], weight_tiles=1, num_ctas=132, spare=0)  # slices of 1,216 rows: 9.5 blocks
+def test_split_k_slices_are_whole_row_blocks(counts, weight_tiles, num_ctas, spare):
     """As 8-bit weight gradients read them: each block of an expert once, by each weight tile."""
-    R, num_ctas = sum(counts) + spare, 132
+    R = sum(counts) + spare
     slice_rows = _host.slice_rows(R, len(counts), num_ctas)
     slices_per_tile = _host.slices_per_tile(R, slice_rows, weight_tiles, num_ctas, TILE_ROWS)
     check_wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile, spare)
