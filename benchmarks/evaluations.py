@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 
 import common
-from bench_evaluations import FEW_ORDERS, FEW_TOKENS, LAYER_TOKENS, LOCAL_TOKENS, MODES, ORDERS
+from bench_evaluations import FEW_ORDERS, FEW_TOKENS, LAYER_TOKENS, LOCAL_TOKENS, MODES, ORDERS, PROFILED_AT
 from scaling import filled, table
 
 RESULTS = common.HERE / "results"
@@ -58,7 +58,14 @@ def joined(found: list[dict], name: str, text: str = "{:.2f}") -> str:
 def counters(r: dict, text: str) -> str:
     """ncu's figures, or why there are none."""
     found = r.get("counters")
-    return text.format(**found) if isinstance(found, dict) else found or MISSING
+    if not isinstance(found, dict):
+        return found or MISSING
+    return text.format(**found, l2_million=found["l2_read_sectors"] / 1e6)
+
+
+def gb_from_memory(r: dict) -> str:
+    found = r.get("counters")
+    return f"{found['dram_read_bytes'] / 1e9:.2f}" if isinstance(found, dict) else ""
 
 
 # --- tables -------------------------------------------------------------------------------------------
@@ -72,7 +79,6 @@ def orders_table(found: list[dict]) -> str:
     named["default, a CTA per tile (sm80 tier)"] = pick(own, tier="portable")
     for name, r in named.items():
         over = f"{linear / r['time_us']:.2f}x" if linear and r else MISSING
-        hits = r.get("model_l2_hits")
         rows.append(
             [
                 {"default": "default, groups of 16"}.get(name, name),
@@ -82,13 +88,11 @@ def orders_table(found: list[dict]) -> str:
                 times(r, "torch_ratio"),
                 times(r, "ratio_to_loop"),
                 counters(r, "{l2_hits:.0f}%"),
-                "" if hits is None else f"{hits:.0%}",
+                gb_from_memory(r),
             ]
         )
-    return table(
-        "order | µs | over linear | of dense | over `_grouped_mm` | over a loop | L2 hits | by the model",
-        rows,
-    )
+    header = "order | µs | over linear | of dense | over `_grouped_mm` | over a loop"
+    return table(f"{header} | L2 hits | GB from memory", rows)
 
 
 def training_table(found: list[dict]) -> str:
@@ -136,14 +140,14 @@ def profile_table(found: list[dict]) -> str:
     rows = []
     for what in ("w1", "w2"):
         own = [
-            pick(found, system=2, dtype="fp16", what=what, tokens=2, schedule=order) for order in FEW_ORDERS
+            pick(found, system=2, dtype="fp16", what=what, tokens=PROFILED_AT, schedule=order)
+            for order in ("default", "column", "linear")
         ]
-        weights = f"{own[0]['experts'] * 2 * 14336 * 4096 / 1e9:.2f} GB" if own[0] else MISSING
-        text = "{dram_read_bytes:.3g} bytes, L2 hits {l2_hits:.0f}%"
-        counted = [counters(r, text) for r in own]
-        cells = counted if isinstance(own[0].get("counters"), dict) else [counted[0], "", ""]
-        rows.append([f"{what}: weights {weights}", *[cells[i] for i in (0, 2, 1)]])
-    return table("GEMM, M = 2 | default order | column order | linear order", rows)
+        text = "{l2_hits:.0f}%, {l1_hits:.0f}%; {l2_million:.1f}"
+        rows.append([what, *("; ".join(filter(None, [gb_from_memory(r), counters(r, text)])) for r in own)])
+    return table(
+        "GB from memory; hits of L2, of L1; million sectors from L2 | default order | column | linear", rows
+    )
 
 
 def layer_table(found: list[dict]) -> str:
