@@ -287,8 +287,8 @@ class FewRows:
         }
 
     def gemms(self, tokens: int) -> tuple[dict[str, bench_gemm.Gemm], Tensor]:
-        """Each GEMM of some tokens, randomly routed, and the ends of the experts' rows. A number of tokens has
-        one routing, so that ncu counts what is timed."""
+        """Each GEMM of some tokens, randomly routed, and the ends of the experts' rows. A number of tokens
+        has one routing, so that ncu counts what is timed."""
         import fused_moe
 
         torch.manual_seed(tokens)
