@@ -94,6 +94,11 @@ def text_of(sizes: common.Sizes) -> str:
     return ",".join(map(str, sizes))
 
 
+def source_of(options: argparse.Namespace) -> Tensor:
+    """What a kernel reads that only reads."""
+    return torch.ones((1024 if options.device == "cuda" else 16) * common.MIB // 4, device=options.device)
+
+
 # --- schedules, counters and the model ----------------------------------------------------------------
 
 
@@ -317,7 +322,7 @@ def few_rows_sizes(shape: str) -> common.Sizes:
 def system2(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
     on_gpu, sizes = options.device == "cuda", few_rows_sizes(shape)
     case, names = FewRows(sizes, dtype, options.device), FEW_ORDERS if on_gpu else ("default",)
-    source = torch.ones((1024 if on_gpu else 16) * common.MIB // 4, device=options.device)
+    source = source_of(options)
     counters = counted(2, shape, dtype, 2 * len(names)) if on_gpu else "a CPU"
     for tokens in options.tokens or FEW_TOKENS:
         gemms, offs = case.gemms(tokens)
@@ -467,11 +472,6 @@ def layers(shape: str, tokens: int, dtype: str, options: argparse.Namespace) -> 
         each["loop"] = len(profiling.launches(runs["loop"], steps=1)) / number
         measured |= {"launches": each.pop("ours"), "other_launches": each}
     return measured
-
-
-def source_of(options: argparse.Namespace) -> Tensor:
-    """What a kernel reads that only reads."""
-    return torch.ones((1024 if options.device == "cuda" else 16) * common.MIB // 4, device=options.device)
 
 
 def system3(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
