@@ -169,13 +169,15 @@ def runs(links: Links) -> Iterator[tuple[str, str, float, float]]:
 
 
 def measured_layers(links: Links) -> Iterator[tuple[str, str, float, float]]:
-    """bench_expert_parallel.py's: the time beyond that of the experts alone, with tokens once per rank."""
-    for r in records(MEASURED):
-        if r["layer"].startswith("rank, exact") and r["routing"] == "random":
-            layer = Layer(r["shape"], r["experts"], r["tokens"])
-            found = step(layer, r["ranks"], r["ranks"], links=links)
-            name = f"{r['shape']}, EP {r['ranks']}, beyond the experts alone"
-            yield name, "µs", r["time_us"] - r["single_us"], found.time - found.compute
+    """bench_expert_parallel.py's: the time beyond that of the experts alone, with tokens once per rank, where
+    the host waits and where it never does."""
+    for exchange, waits in (("exact", True), ("symmetric, static", False)):
+        for r in records(MEASURED):
+            if r["layer"].startswith(f"rank, {exchange}, N") and r["routing"] == "random":
+                layer = Layer(r["shape"], r["experts"], r["tokens"])
+                found = step(layer, r["ranks"], r["ranks"], waits=waits, links=links)
+                name = f"{r['shape']}, EP {r['ranks']}, {exchange}, beyond the experts alone"
+                yield name, "µs", r["time_us"] - r["single_us"], found.time - found.compute
 
 
 def run_table(links: Links) -> str:

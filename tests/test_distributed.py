@@ -910,8 +910,12 @@ def accumulating(layer):
 
 
 def trained(layer, batches, how):
-    """The parameters after three steps of AdamW, each of two micro-batches."""
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    """The parameters after three steps of AdamW, each of two micro-batches. DTensors have a group of their
+    own, without which foreach=True, PyTorch's default on GPUs, raises."""
+    groups = [
+        [p for p in layer.parameters() if isinstance(p, DTensor) is sharded] for sharded in (True, False)
+    ]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups if group], lr=1e-2, foreach=True)
     for step, batch in enumerate(batches):
         if how == "frozen":  # in the first step alone
             layer.router.requires_grad_(step > 0)
@@ -1600,11 +1604,11 @@ def test_balance_of_a_model(workers, device, how):
     counts = COUNTS_OF_RANKS if how == "alone" else COUNTS_OF_RANKS.sum(0).expand(RANKS, -1, -1)
     for found, loads in zip(workers(balanced_model, how), counts, strict=True):
         for bias, load, coefficient in zip(found, loads, (0.01, 0.5), strict=True):
-            layer = new_layer("cpu")
+            layer = new_layer(device)  # a GPU adds up in another order than a CPU
             layer.load_balance_coeff = coefficient
             layer.tokens_per_expert.copy_(load)
             layer.update_expert_bias()
-            assert layer.expert_bias.any() and torch.equal(bias, layer.expert_bias)
+            assert layer.expert_bias.any() and torch.equal(bias.cpu(), layer.expert_bias.cpu())
 
 
 # --- the balance loss of a global batch -----------------------------------------------------------------
