@@ -1,4 +1,4 @@
-"""Prints records as Markdown tables, one per machine and benchmark, or updates a page with them.
+"""Prints records as Markdown tables, one per machine, benchmark and dtype, or updates a page with them.
 
 python benchmarks/table.py benchmarks/results/*.json
 python benchmarks/table.py benchmarks/results/layer_*.json --page docs/performance.md [--check]
@@ -57,10 +57,11 @@ def machine(r: dict) -> tuple:
 
 
 def groups(records: list[dict]) -> list[list[dict]]:
-    """Records by benchmark and machine, in order of first appearance."""
+    """Records by benchmark, machine and, of layers on a GPU, dtype, in order of first appearance."""
     found: dict[tuple, list[dict]] = {}
     for r in records:
-        found.setdefault((r["bench"], *machine(r)), []).append(r)
+        dtype = r["dtype"] if r["bench"] == "layer" and r["gpu"] != "none" else None
+        found.setdefault((r["bench"], *machine(r), dtype), []).append(r)
     return list(found.values())
 
 
