@@ -315,7 +315,8 @@ def choice_table(links: Links) -> str:
             ],
             [
                 "gathered layers do not fit, or few tokens per GPU",
-                '`ExpertParallel(combine="rank")` in a host, exact sizes',
+                '`ExpertParallel(combine="rank")` in a host, exact sizes; by shared memory where the most '
+                "tokens are known ([faster](symmetric_memory.md#what-was-run) on two GPUs)",
                 f"{at8.ranks:.1f} rows per token, not {qwen.sizes.top_k}; dsv3's gathered weights take "
                 f"{gathered[0]:.1f} GiB, not {gathered[1]:.1f}; "
                 f"its step {ms('dsv3', 8, 'EP')} ms, not {ms('dsv3', 8, 'FSDP2')}",

@@ -204,6 +204,18 @@ def has_memory(x: Tensor) -> bool:
     )
 
 
+def check_one_gradient(fn: str, out: Tensor) -> None:
+    """Lets backward raise RuntimeError where it gets many gradients of out at once. Collectives have no rule
+    for such batches, and would mix them up."""
+
+    def check(dout: Tensor) -> None:
+        if torch._C._functorch.is_legacy_batchedtensor(dout):
+            fail(RuntimeError, fn, "one gradient of out in a backward pass", "many, by is_grads_batched=True")
+
+    if out.requires_grad and not torch.compiler.is_compiling():
+        out.register_hook(check)
+
+
 def check_storage(fn: str, name: str, x: Tensor) -> None:
     """Raises RuntimeError where x's memory was freed or shrunk, as operators do. PyTorch would read past
     its end."""

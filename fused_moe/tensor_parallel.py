@@ -148,6 +148,7 @@ class ExpertTensorParallel(ParallelStyle):
 
     def _give_output(self, mesh: DeviceMesh, module: nn.Module, args: tuple, given):
         out = given[0] if isinstance(given, tuple) else given
+        checks.check_one_gradient(FN, out)
         out = DTensor.from_local(out, mesh, [Partial()], run_check=False)
         out = out.redistribute(placements=self.output_layouts)
         if self.use_local_output:

@@ -971,6 +971,24 @@ def test_training_without_fully_shard(workers, device, how, combine):
     assert all((value - start[name]).abs().max() > 5e-3 for name, value in expected.items())
 
 
+def many_gradients(rank, device, options):
+    layer = new_layer(device)
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel(**options))
+    x, dout = (share(rank, t, EVEN) for t in new_signals(device))
+    x.requires_grad_()
+    out = layer(x)
+    with pytest.raises(RuntimeError, match="expected one gradient .* found many, by is_grads_batched"):
+        torch.autograd.grad(out, x, torch.stack((dout, 2 * dout)), is_grads_batched=True, retain_graph=True)
+    return [torch.autograd.grad(out, x, dout, retain_graph=True)[0], torch.autograd.grad(out, x, dout)[0]]
+
+
+@every_exchange
+def test_many_gradients_at_once(workers, device, options):
+    """They raise on all ranks, and the next backward pass works."""
+    for first, again in workers(many_gradients, options):
+        assert first.any() and torch.equal(first, again)
+
+
 def replaced_parameters(rank, device, how):
     """The gradients of a layer that got the style's hooks before it got its parameters."""
     mesh = init_device_mesh(device.type, (RANKS,))

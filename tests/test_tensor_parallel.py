@@ -106,6 +106,22 @@ def of(rank, t, layout):
     return t.chunk(N, layout.dim)[rank].contiguous() if isinstance(layout, Shard) else t.clone()
 
 
+def many_gradients(rank, device):
+    layer, (x, dout) = new_layer("plain"), signals()
+    mesh = init_device_mesh("cpu", (2, N), mesh_dim_names=("dp", "tp"))["tp"]
+    parallelize_module(layer, mesh, ExpertTensorParallel())
+    out = layer(x.requires_grad_())
+    with pytest.raises(RuntimeError, match="expected one gradient .* found many, by is_grads_batched"):
+        torch.autograd.grad(out, x, torch.stack((dout, 2 * dout)), is_grads_batched=True, retain_graph=True)
+    return [torch.autograd.grad(out, x, dout, retain_graph=True)[0], torch.autograd.grad(out, x, dout)[0]]
+
+
+def test_many_gradients_at_once(workers):
+    """They raise on all ranks, and the next backward pass works."""
+    for first, again in workers(many_gradients):
+        assert first.any() and torch.equal(first, again)
+
+
 def joined(found, name, layout):
     """What ranks have of a tensor, as one process has it; replicas have the same bits."""
     parts = [result[name] for result in found]
