@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from . import composed, fp8_shares, paths
+from . import composed, fp8_shares, paths, widths
 from . import ops as _ops
 from .checks import (
     FLOATING,
@@ -534,6 +534,7 @@ def experts_and_counts(
     check_input(fn, "x", x, 2)
     check_activation(fn, activation, *constants)
     check_layout(fn, layout, score_on)
+    on_input = score_on == "input"
     training, fp8 = _fp8_training(fp8)
     trains_fp8 = (fp8 is not None or fp8_wgrad != "auto") and check_options(
         fn, fp8, fp8_wgrad, weights, biases, score_on, lora, compute, smooth
@@ -583,16 +584,25 @@ def experts_and_counts(
             *smooth,
         )
         check_out(fn, out, x, x.shape, inputs)
-    scores, shared = _as_scores(scores, x), (shared, _as_scores(shared_gate, x))
+    scores, shared_gate = _as_scores(scores, x), _as_scores(shared_gate, x)
     path, _ = paths.path_of_experts(x, stored, mode, trains_fp8, is_composed, lora, plan, needs_grad)
     if path is paths.FP8:
         if plan is None:
             plan = _ops.route_plan(ids, w2.size(0), expert_map)
         how = (training, fp8, fp8_wgrad, needs_grad)
-        made = (code, activation, constants, stored, given, main_grads, shared)
+        made = (code, activation, constants, stored, given, main_grads, (shared, shared_gate))
         y = _trained_in_fp8(x, (w1, w2, w3), scores, plan, *how, *made)
         return y if out is None else out.copy_(y), plan.counts
-    settings, on_input = (code, _ops.ACTIVATION_CODES[activation], [*constants]), score_on == "input"
+    if any(main_grads):
+        w1, w2, w3 = operands_of(stored, (w1, w2, w3), given)
+    weights = _unless_quantized((w1, w2, w3), stored) if is_composed else (w1, w2, w3)
+    D, written = x.size(1), out
+    # The portable tier computes experts of scored inputs at any width.
+    if not on_input and _are_padded(x, weights, is_composed):
+        x, weights, biases, lora, shared = widths.padded(x, weights, biases, lora, shared, code)
+        if x.size(1) > D and out is not None:
+            written = x.new_empty(x.shape)
+    settings, shared = (code, _ops.ACTIVATION_CODES[activation], [*constants]), (shared, shared_gate)
     call = (biases, scores, ids, settings, on_input, expert_map, shared)
     if path is paths.EIGHT_BIT or path is paths.QUANTIZED:
         eight_bit = None
@@ -600,21 +610,25 @@ def experts_and_counts(
             eight_bit = computing.eight_bit_tensors(fn, mode, x, ids, stored, layout)
         return _quantized_experts(x, stored, eight_bit, smooth, call, out, needs_grad)
     if path is paths.EXPERTS:
-        weights = ([w1], [w2], [] if w3 is None else [w3])
-        return _ops.infer(x, weights, *call, out=out)[:2]
-    if plan is None:
-        plan = _ops.route_plan(ids, w2.size(0), expert_map)
-    if path is paths.COMPOSED:
-        weights = _unless_quantized((w1, w2, w3), stored)
-        y = composed.experts(x, weights, biases, scores, plan, settings, score_on, lora, shared)
-        return y if out is None else out.copy_(y), plan.counts
-    experts = _experts
-    if any(main_grads):
-        experts = _experts_with_main_grads
-        w1, w2, w3 = operands_of(stored, (w1, w2, w3), given)
-    made = (plan, code, activation, *constants, score_on, main_grads, shared)
-    y = experts(x, w1, w2, w3, *biases, scores, *made)
-    return y if out is None else out.copy_(y), plan.counts
+        w1, w2, w3 = weights
+        lists = ([w1], [w2], [] if w3 is None else [w3])
+        y, counts, _ = _ops.infer(x, lists, *call, out=written)
+    else:
+        if plan is None:
+            plan = _ops.route_plan(ids, w2.size(0), expert_map)
+        counts = plan.counts
+        if path is paths.COMPOSED:
+            y = composed.experts(x, weights, biases, scores, plan, settings, score_on, lora, shared)
+        else:
+            experts = _experts_with_main_grads if any(main_grads) else _experts
+            made = (plan, code, activation, *constants, score_on, main_grads, shared)
+            y = experts(x, *weights, *biases, scores, *made)
+    y = widths.narrowed(y, D)
+    return (y if out is None or y is out else out.copy_(y)), counts
+
+
+def _are_padded(x: Tensor, weights: tuple, is_composed: bool) -> bool:
+    return not (is_composed and True in _is_quantized(weights)) and widths.are_padded(x, *weights)
 
 
 def _trained_in_fp8(
@@ -647,12 +661,7 @@ def _plain_weights(
 ) -> tuple[tuple, tuple, bool]:
     """The weights as operators read them; with tensors of their shapes in place of quantised ones, for the
     checks; and whether experts are computed as a composition."""
-    w1, w2, w3 = weights
-    quantized = [
-        isinstance(w1, QuantizedWeight),
-        isinstance(w2, QuantizedWeight),
-        isinstance(w3, QuantizedWeight),
-    ]
+    quantized = _is_quantized(weights)
     if lora is None and True not in quantized:
         return weights, weights, False
     stored, plain = [*weights], [*weights]
@@ -668,6 +677,15 @@ def _plain_weights(
         what = "lora" if lora is not None else "quantised weights"
         fail(ValueError, fn, f"no main_grads beside {what}", "some")
     return tuple(stored), tuple(plain), True
+
+
+def _is_quantized(weights: tuple) -> list[bool]:
+    w1, w2, w3 = weights
+    return [
+        isinstance(w1, QuantizedWeight),
+        isinstance(w2, QuantizedWeight),
+        isinstance(w3, QuantizedWeight),
+    ]
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -799,15 +817,18 @@ def grouped_mlp(
         how = (training, fp8, fp8_wgrad, paths.needs_grad(x_rows, w1, w2, w3))
         made = (code, activation, (alpha, limit), stored, given, main_grads)
         return _trained_in_fp8(x_rows, (w1, w2, w3), scores, _ops.route_plan(ids, w2.size(0)), *how, *made)
+    if any(main_grads):
+        w1, w2, w3 = operands_of(stored, (w1, w2, w3), given)
+    weights = _unless_quantized((w1, w2, w3), stored) if is_composed else (w1, w2, w3)
+    D = x_rows.size(1)
+    if _are_padded(x_rows, weights, is_composed):
+        x_rows, weights, biases, lora, _ = widths.padded(x_rows, weights, biases, lora, None, code)
     plan = _ops.plan_from_counts(counts, x_rows.size(0))
     if is_composed:
-        weights = _unless_quantized((w1, w2, w3), stored)
         settings = (code, _ops.ACTIVATION_CODES[activation], [alpha, limit])
-        return composed.experts(x_rows, weights, biases, None, plan, settings, "output", lora)
-    experts = _experts
-    if any(main_grads):
-        experts = _experts_with_main_grads
-        w1, w2, w3 = operands_of(stored, (w1, w2, w3), given)
-    return experts(
-        x_rows, w1, w2, w3, *biases, None, plan, code, activation, alpha, limit, "output", main_grads
-    )
+        y = composed.experts(x_rows, weights, biases, None, plan, settings, "output", lora)
+    else:
+        experts = _experts_with_main_grads if any(main_grads) else _experts
+        made = (None, plan, code, activation, alpha, limit, "output", main_grads)
+        y = experts(x_rows, *weights, *biases, *made)
+    return widths.narrowed(y, D)

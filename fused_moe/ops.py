@@ -27,6 +27,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from . import widths
 from .activation import ACTIVATIONS
 from .main_grad import less_unasked
 from .plan import Plan
@@ -678,11 +679,12 @@ def _grouped_mm_fake(args):
 
 
 def _grouped_mm_setup(ctx, args, output):
-    ctx.save_for_backward(args.a, args.b, args.offsets)
+    ctx.save_for_backward(args.a, *widths.saved(ctx, args.b), args.offsets)
 
 
 def _grouped_mm_backward(ctx, need, dout):
     a, b, offsets = ctx.saved_tensors
+    (b,) = widths.restored(ctx, b)
     grads = {
         "a": run(ops.grouped_mm.default, dout, b.mT, offsets) if need.a else None,
         "b": run(ops.wgrad.default, dout, a, offsets) if need.b else None,
@@ -814,7 +816,7 @@ def _up_setup(ctx, args, output, scores=None, main_grads=(None, None)):
     ctx.layout, ctx.main_grads = args.layout, main_grads
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(args.x, args.w1, args.w3, scores, *args.plan)
+    ctx.save_for_backward(args.x, *widths.saved(ctx, args.w1, args.w3), scores, *args.plan)
 
 
 def _up_backward(ctx, need, dh, needs_scores: bool = False):
@@ -822,6 +824,7 @@ def _up_backward(ctx, need, dh, needs_scores: bool = False):
     if dh is None:
         return {}
     x, w1, w3, scores, *plan = ctx.saved_tensors
+    w1, w3 = widths.restored(ctx, w1, w3)
     return up_gradients(ctx, need, needs_scores, dh, x, w1, w3, scores, plan)
 
 
@@ -834,7 +837,8 @@ def up_gradients(ctx, need, needs_scores: bool, dh, x, w1, w3, scores, plan, dlo
     needs = (need.x, need.w1, need.w3, need.b1, need.b3, needs_scores)
     args = (dh, x, w1, w3, scores, plan, ctx.layout, *needs)
     if accumulates:
-        grads = run(ops.experts_up_backward_accumulate.default, *args, *ctx.main_grads, dlogits, gate)
+        op, of_weights = ops.experts_up_backward_accumulate.default, (needs[1:3], ctx.main_grads, (w1, w3))
+        grads = _accumulate(op, args, *of_weights, (ctx.layout, UNGATED), dlogits, gate)
     else:
         grads = run(ops.experts_up_backward.default, *args, dlogits, gate)
     dx, dw1, dw3, db1, db3, dscores = grads
@@ -848,6 +852,19 @@ def up_gradients(ctx, need, needs_scores: bool, dh, x, w1, w3, scores, plan, dlo
     if needs_scores:
         result["scores"] = dscores
     return result
+
+
+def _accumulate(op, args, needs, main_grads, operands, layouts, *more):
+    """The results of an operator that adds gradients of operands to main_grads: of padded operands to padded
+    copies, whose sums the main_grads get. `layouts` say how rows are padded."""
+    wide = [
+        widths.widened_main_grad(main_grad, operand, layout) if need else main_grad
+        for need, main_grad, operand, layout in zip(needs, main_grads, operands, layouts, strict=True)
+    ]
+    grads = run(op, *args, *wide, *more)
+    for main_grad, sums, layout in zip(main_grads, wide, layouts, strict=True):
+        widths.return_main_grad(main_grad, sums, layout)
+    return grads
 
 
 def weight_gradients(ctx, need, dw1, dw3) -> dict:
@@ -978,7 +995,8 @@ def _experts_down_fake(args):
 def _experts_down_setup(ctx, args, output):
     ctx.activation = (args.layout, args.activation, args.constants)
     ctx.main_grad = args.main_grad2
-    ctx.save_for_backward(args.h, args.w2, args.b2, args.scores, *_saved_shared(ctx, args), *args.plan)
+    w2 = widths.saved(ctx, args.w2)
+    ctx.save_for_backward(args.h, *w2, args.b2, args.scores, *_saved_shared(ctx, args), *args.plan)
 
 
 def _experts_down_backward(ctx, need, dout):
@@ -989,13 +1007,15 @@ def _experts_down_backward(ctx, need, dout):
         return of_shared
     if h is None:
         raise RuntimeError("fused_moe: experts_down was given no h, so it has no gradient")
+    (w2,) = widths.restored(ctx, w2)
     args = (dout, h, w2, b2, scores, plan, *ctx.activation)
     if ctx.main_grad is None:
         grads = run(ops.experts_down_backward.default, *args, *needs)
     else:
         need = less_unasked(ctx, need, w2=2)
         needs = (need.h, need.w2, need.b2, need.scores)
-        grads = run(ops.experts_down_backward_accumulate.default, *args, *needs, ctx.main_grad)
+        op, of_weight = ops.experts_down_backward_accumulate.default, ((need.w2,), (ctx.main_grad,), (w2,))
+        grads = _accumulate(op, (*args, *needs), *of_weight, (UNGATED,))
     dh, dw2, db2, dscores = grads
     result = {}
     if need.h:

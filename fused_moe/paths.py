@@ -26,6 +26,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from .checks import DEVICES, check_on_meta, check_tokens, fail, is_autocast_enabled, is_mixed
 from .finding import MoELayer
 from .ops import is_recording
+from .widths import are_padded
 
 FN = "FusedMoE"  # as its messages begin
 PLAIN = (Tensor, nn.Parameter)
@@ -223,6 +224,8 @@ def operands_to_join(layer: MoELayer, x: Tensor) -> Operands | str:
         return f"layer.router.gate is {weight.dtype}, and x {x.dtype}"
     if x.device != weight.device:
         return f"layer.router.gate is on {weight.device}, and x on {x.device}"
+    if x.size(1) % 8 and are_padded(x, operands.w1, operands.w2, operands.w3):
+        return "D is no multiple of 8, and is padded for the experts"
     return operands
 
 
@@ -322,7 +325,8 @@ def path(layer: MoELayer, x: Tensor) -> Choice:
 
     Returns:
         A `Choice`: `path`, what computes the routed experts, and `reasons`, sentences that say why router and
-        experts, the experts' two sides, or combine and shared experts are not one. It prints as lines.
+        experts, the experts' two sides, or combine and shared experts are not one, or why weights are copied.
+        It prints as lines.
 
     Raises:
         TypeError, ValueError: the message says what was expected and what was found.
@@ -336,7 +340,8 @@ def path(layer: MoELayer, x: Tensor) -> Choice:
     added = () if after is None else (f"shared experts are added after the combine, since {after}",)
     apart = operands_to_join(layer, x)
     if isinstance(apart, Operands):
-        return Choice(ROUTED_UP if torch.is_grad_enabled() else ROUTED, added)
+        joined = ROUTED_UP if torch.is_grad_enabled() else ROUTED
+        return Choice(joined, added + _copied(experts.weights, x))
     reasons = (f"router and experts are apart, since {apart}",)
     if type(experts).forward is not STOCK["experts"][1] or "forward" in vars(experts):
         changed = why_changed("experts", experts)
@@ -352,4 +357,10 @@ def path(layer: MoELayer, x: Tensor) -> Choice:
     chosen, several = path_of_experts(x, weights, *how)
     if several is not None:
         reasons += (f"the experts are several operators, since {several}",)
-    return Choice(chosen, reasons + added)
+    return Choice(chosen, reasons + added + _copied(weights, x))
+
+
+def _copied(weights: tuple, x: Tensor) -> tuple[str, ...]:
+    if not all(w is None or isinstance(w, Tensor) for w in weights) or not are_padded(x, *weights):
+        return ()
+    return ("weights are copied in each call, since D or F is no multiple of 8, or one starts off 16 bytes",)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import function
+from . import function, widths
 from .checks import (
     check_activation,
     check_experts,
@@ -71,7 +71,7 @@ class _RoutedUp(torch.autograd.Function):
         ctx.layout, ctx.main_grads = settings[0], main_grads or (None, None)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(a, ids, *plan)
-        ctx.save_for_backward(x, gate, scale, w1, w3, logits, ids, *plan.tensors)
+        ctx.save_for_backward(x, gate, scale, *widths.saved(ctx, w1, w3), logits, ids, *plan.tensors)
         return h, a, scores, ids, logits, *plan
 
     @staticmethod
@@ -91,7 +91,7 @@ class _RoutedUp(torch.autograd.Function):
             dx, dgate, dbias = router_gradients(dlogits, *of_router, x, gate, *needs)
             grads |= {"x": dx, "gate": dgate, "gate_bias": dbias}
         if dh is not None:
-            up = (dh, x, w1, w3, None, plan)
+            up = (dh, x, *widths.restored(ctx, w1, w3), None, plan)
             grads |= up_gradients(ctx, need, False, *up, *of_router)
         return *(grads.get(name) for name in _Needs._fields), *[None] * 5
 
@@ -115,6 +115,7 @@ def routed_experts(
     main_up, main_down = check_main_grads(fn, experts.main_grads, "x", x, (w1, w2, w3), False)
     if main_up or main_down:
         w1, w2, w3 = operands_of((w1, w2, w3), (w1, w2, w3), experts.main_grads)
+    (w1, w2, w3), (b1, b2, b3) = _padded(x, (w1, w2, w3), (b1, b2, b3), layout)
     settings = (layout, ACTIVATION_CODES[experts.activation], [experts.alpha, experts.limit])
     up = (w1, w3, gate, gate_bias, expert_scale, b1, b3, expert_bias)
     how = (router.top_k, router.routing | given, settings, main_up)
@@ -122,6 +123,13 @@ def routed_experts(
     plan = Plan(*plan)
     down = (a, h, w2, b2, scores, plan.tensors, *settings, *(main_down or (None,)), *shared)
     return run(ops.experts_down.default, *down), plan.counts, ids, logits
+
+
+def _padded(x: Tensor, weights: tuple, biases: tuple, layout: int) -> tuple[tuple, tuple]:
+    """Weights and biases, padded where F has to be; D has not to be (`paths.operands_to_join`)."""
+    if not widths.are_padded(x, *weights):
+        return weights, biases
+    return widths.padded(x, weights, biases, None, None, layout)[1:3]
 
 
 def routed_experts_without_gradients(
@@ -151,6 +159,7 @@ def routed_experts_without_gradients(
     of_router = (gate, gate_bias, bias, expert_scale, num_tokens, [top_k, score_func, route_norm, *groups])
     constants = [experts.alpha, experts.limit, route_scale, route_norm_eps]
     settings = (layout, ACTIVATION_CODES[experts.activation], constants)
-    weights, biases = ([w1], [w2], [] if w3 is None else [w3]), (b1, b2, b3)
+    (w1, w2, w3), biases = _padded(x, (w1, w2, w3), (b1, b2, b3), layout)
+    weights = ([w1], [w2], [] if w3 is None else [w3])
     out, counts, routed = infer(x, weights, biases, None, ids, settings, shared=shared, router=of_router)
     return out, counts, *routed

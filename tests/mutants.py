@@ -412,6 +412,15 @@ CPU = listed({
     ("few slots of one expert share a row", "< key", "/ FUSED_MOE_FEW_SLOTS < key / FUSED_MOE_FEW_SLOTS")],
   ("csrc/quantized_tile.h", "tests/test_tiles.py"): [
     ("the signs of a tile's mxfp4 codes are read from other bits", "0xecdf", "0xecfd")],
+  ("fused_moe/widths.py", "tests/test_widths.py"): [
+    ("padding casts float64 under autocast", "x.dtype != torch.float64 and torch.is_a", "torch.is_a"),
+    ("a main_grad does not get the sums of its copy", "own.copy_(copy[", "own.clone().copy_(copy["),
+    ("backward keeps padded copies", "if not any(copies):", "if True:"),
+    ("halves are padded as one weight", "Rows(parts=2)", "Rows()")],
+  ("fused_moe/routed.py", "tests/test_widths.py"): [
+    ("joined experts are not padded", "if not widths.are_padded(x, *weights):", "if True:")],
+  ("fused_moe/function.py", "tests/test_widths.py"): [
+    ("what is padded is written beside out", "out is None or y is out else out.copy_(y)", "True else y")],
   ("fused_moe/main_grad.py", "tests/test_main_grads.py"): [
     ("autograd.grad of x adds to a main_grad", "_answer(edges[i][0]) is not False", "True")],
   ("fused_moe/expert_bias.py", "tests/test_module.py"): [

@@ -218,7 +218,7 @@ print(*sorted(set(sys.modules) - before))
     own += " kept_dtypes lora losses main_grad module oldest ops overlap padding paths plan quantized"
     parts = "computing copies formats loaders quantizing refreshing sharding smoothing state tiles weight"
     own += "".join(f" quantized.{name}" for name in parts.split())
-    own += " reference replay resetting routed upcycling version"
+    own += " reference replay resetting routed upcycling version widths"
     assert run.stdout.split() == ["fused_moe", *(f"fused_moe.{name}" for name in own.split())], run.stderr
 
 

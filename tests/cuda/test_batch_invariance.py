@@ -39,6 +39,7 @@ LAYERS = {
     "widths of a tile's part": {
         "dim": 200, "hidden_dim": 72, "num_experts": 8, "top_k": 3, "activation": "gelu"
     },
+    "F of no chunk": {"dim": 256, "hidden_dim": 91, "num_experts": 8, "top_k": 2, "num_shared_experts": 1},
     "widths of no chunk": {
         "dim": 131, "hidden_dim": 37, "num_experts": 6, "top_k": 2, "gated": False, "activation": "relu"
     },

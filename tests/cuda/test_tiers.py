@@ -28,7 +28,7 @@ from cases import (
 from gpu_cases import HALF_DTYPES, calls_during, check_gemm, draw_rows, draw_weights, ops
 
 import fused_moe
-from fused_moe import fused_experts, reference
+from fused_moe import fused_experts, reference, widths
 
 pytestmark = pytest.mark.gpu
 
@@ -144,8 +144,9 @@ SM80_UP_GATES = {  # (D, F, dtype, form of x, form of w1, layout) -> why
 
 
 @pytest.mark.parametrize("name", SM80_UP_GATES)
-def test_why_sm80_runs_an_up_gate(device, sm90, name):
-    """As for grouped_mm."""
+def test_why_sm80_runs_an_up_gate(device, sm90, name, monkeypatch):
+    """As for grouped_mm, of what operators are given."""
+    monkeypatch.setattr(widths, "are_padded", lambda *_: False)
     dim, hidden, dtype, x_form, w_form, layout, why = SM80_UP_GATES[name]
     case = Case(100, dim, hidden, 4, 2, dtype, layout=layout)
     inputs, ids = case.inputs(device), case.ids(device)
@@ -157,6 +158,22 @@ def test_why_sm80_runs_an_up_gate(device, sm90, name):
         expected = reference.fused_experts(**to_double(inputs), **fixed)
     assert calls == [0, 1] and why in reason
     assert_near(out, expected, 8)
+
+
+@pytest.mark.parametrize("name", ("depth", "columns", "weights off 16 bytes"))
+def test_sm90_runs_padded_experts(device, sm90, name):
+    """Functions copy such weights: every GEMM is the sm90 tier's, and results are right."""
+    dim, hidden, dtype, x_form, w_form, layout, _ = SM80_UP_GATES[name]
+    case = Case(100, dim, hidden, 4, 2, dtype, layout=layout, bias=True)
+    inputs, dout, fixed = case.inputs(device), case.dout(device), {"ids": case.ids(device), **case.options}
+    inputs["x"], inputs["w1"] = FORMS[x_form](inputs["x"]), FORMS[w_form](inputs["w1"])
+    check_experts(case, device, form=FORMS[w_form])
+
+    def run():
+        forward_backward(fused_experts, inputs, dout, **fixed)
+
+    for op, calls in {"up_gate": 1, "grouped_mm": 2, "down_dgrad": 1, "wgrad": 2}.items():
+        assert calls_during(op, run)[:2] == (calls, 0), op
 
 
 def test_rows_off_16_bytes_are_copied(device, sm90):

@@ -1,0 +1,197 @@
+"""Widths that are no multiple of 8, and weights that TMA cannot read, on a GPU.
+
+The copy engine of Hopper reads rows whose pitch and address are multiples of 16 bytes, and the tensor-core
+tiles of older GPUs load 16 bytes at a time. A call of 16-bit weights that are otherwise is computed with
+copies of them, with zeros in up to seven columns more of D and F. An activation of 0 is 0, so what is added
+adds zeros to every sum. Whether a call is such a one depends on dtypes, widths and strides, never on the
+number of tokens, so a token keeps its bits in every batch.
+
+An autograd node saves the weight in place of its copy (`saved`) and copies it again in backward (`restored`):
+between the passes no second copy of the weights is in memory, and FSDP can free those that it gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ON_CPU = False  # set by tests: padded on the CPU, too
+HALF = (torch.bfloat16, torch.float16)
+CHUNK = 8  # elements of 16 bits in 16 bytes
+CONTIGUOUS = torch.contiguous_format
+
+
+class Rows(NamedTuple):
+    """How a weight's rows are padded: each of `parts` equal parts to a multiple of `unit`."""
+
+    parts: int = 1
+    unit: int = CHUNK
+
+
+PLAIN = Rows()
+ROWS = (PLAIN, Rows(parts=2), Rows(unit=2 * CHUNK), PLAIN)  # of w1, by the code of a layout in ops.py
+
+
+def are_padded(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None) -> bool:
+    """Whether experts of these checked weights (E, out, in) are computed with padded copies."""
+    if not (x.is_cuda or (ON_CPU and x.device.type == "cpu")) or _are_plain(w1, w2, w3):
+        return False
+    if _gemm_dtype(x) not in HALF:
+        return False
+    return not (_is_readable(w1) and _is_readable(w2) and (w3 is None or _is_readable(w3)))
+
+
+def _gemm_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that x is multiplied in. Autocast does not cast float64."""
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def _are_plain(w1: Tensor, w2: Tensor, w3: Tensor | None) -> bool:
+    """Whether all can be read, in what most calls have: this costs the host a microsecond."""
+    _, D, width = w2.shape
+    if D % CHUNK or width % CHUNK or not (w1.is_contiguous() and w2.is_contiguous()):
+        return False
+    if w3 is not None and not w3.is_contiguous():
+        return False
+    return torch.compiler.is_compiling() or not (
+        w1.storage_offset() % CHUNK
+        or w2.storage_offset() % CHUNK
+        or (w3 is not None and w3.storage_offset() % CHUNK)
+    )
+
+
+def _is_readable(w: Tensor, rows: Rows = PLAIN) -> bool:
+    E, out, width = w.shape
+    of_expert, of_row, of_column = w.stride()
+    if of_row != 1 and of_column != 1:
+        return True  # no kernel but the portable ones reads such strides, whatever the widths
+    pitch = of_row if of_column == 1 else of_column
+    # Dynamo traces no offset. A compiled call leaves such a weight to the portable tier.
+    offset = 0 if torch.compiler.is_compiling() else w.storage_offset()
+    sizes = (width, pitch, offset, of_expert if E > 1 else 0)
+    return out // rows.parts % rows.unit == 0 and not any(n % CHUNK for n in sizes)
+
+
+# --- operands -----------------------------------------------------------------------------------------
+
+
+class Operands(NamedTuple):
+    """What a call with padded widths gets in place of its arguments."""
+
+    x: Tensor
+    weights: tuple  # w1, w2, w3
+    biases: tuple
+    lora: tuple | None  # a LoRA
+    shared: Tensor | None
+
+
+def padded(x: Tensor, weights: tuple, biases: tuple, lora, shared: Tensor | None, layout: int) -> Operands:
+    dtype = _gemm_dtype(x)
+    x, *weights = (t if t is None or t.dtype == dtype else t.to(dtype) for t in (x, *weights))
+    of_weights = (ROWS[layout], PLAIN, PLAIN)
+    weights = tuple(w if w is None else copied(w, rows) for w, rows in zip(weights, of_weights, strict=True))
+    b1, b2, b3 = biases
+    biases = (_widened(b1, ROWS[layout]), _widened(b2), _widened(b3))
+    lora = lora if lora is None else lora._replace(**_adapters(lora, ROWS[layout]))
+    return Operands(_widened(x), weights, biases, lora, _widened(shared))
+
+
+def _widened(t: Tensor | None, rows: Rows = PLAIN) -> Tensor | None:
+    """Zeros in the last dimension, behind each part of `rows`."""
+    if t is None:
+        return None
+    *outer, last = t.shape
+    more = -(last // rows.parts) % rows.unit
+    if not more:
+        return t
+    return _with_zeros(t.reshape(-1, last // rows.parts), more).view(*outer, last + rows.parts * more)
+
+
+def _adapters(lora, rows: Rows) -> dict[str, Tensor | None]:
+    def out(b: Tensor | None, rows: Rows = PLAIN) -> Tensor | None:
+        return b if b is None else _widened(b.mT, rows).mT
+
+    a = {name: _widened(getattr(lora, name)) for name in ("a1", "a2", "a3")}
+    return a | {"b1": out(lora.b1, rows), "b2": out(lora.b2), "b3": out(lora.b3)}
+
+
+def narrowed(y: Tensor, width: int) -> Tensor:
+    """The first `width` columns of y, contiguous."""
+    return y if y.size(-1) == width else y[..., :width].contiguous()
+
+
+# --- weights ------------------------------------------------------------------------------------------
+
+
+def copied(w: Tensor, rows: Rows) -> Tensor:
+    """A copy (E, out, in) that can be read; a weight that can be read is itself."""
+    if _is_readable(w, rows):
+        return w
+    copy = _zeros_behind(w, rows)
+    if not torch.compiler.is_compiling():  # which decides itself what to save
+        copy.fused_moe_copy_of = w, rows
+    return copy
+
+
+def _zeros_behind(w: Tensor, rows: Rows) -> Tensor:
+    """A copy in the weight's layout, with zeros behind the rows and behind in."""
+    E, out, width = w.shape
+    below, right = -(out // rows.parts) % rows.unit, -width % CHUNK
+    wide_out, wide = out + rows.parts * below, width + right
+    is_transposed = w.stride(1) == 1 and w.stride(2) != 1
+    if not below and not right:
+        return w.mT.clone(memory_format=CONTIGUOUS).mT if is_transposed else w.clone(memory_format=CONTIGUOUS)
+    if is_transposed:
+        t = _with_zeros(w.mT.reshape(-1, out // rows.parts), below)
+        return _with_zeros(t.reshape(E, -1), right * wide_out).view(E, wide, wide_out).mT
+    t = _with_zeros(w.reshape(-1, width), right)
+    return _with_zeros(t.reshape(E * rows.parts, -1), below * wide).view(E, wide_out, wide)
+
+
+def _with_zeros(t: Tensor, number: int) -> Tensor:
+    """t with zeros behind each row. torch.cat takes half the time of torch.nn.functional.pad, which
+    fills all with zeros first."""
+    return torch.cat([t, t.new_zeros(t.size(0), number)], 1) if number else t
+
+
+def saved(ctx, *operands: Tensor | None) -> Sequence[Tensor | None]:
+    """What a node saves of weights: of a copy the weight. Functorch wraps a copy, which is saved as it is."""
+    copies = [getattr(w, "fused_moe_copy_of", None) for w in operands]
+    if not any(copies):
+        ctx.copied_rows = None
+        return operands
+    ctx.copied_rows = [None if copy is None else copy[1] for copy in copies]
+    return [w if copy is None else copy[0] for w, copy in zip(operands, copies, strict=True)]
+
+
+def restored(ctx, *weights: Tensor | None) -> Sequence[Tensor | None]:
+    """The operands of `saved`."""
+    if ctx.copied_rows is None:
+        return weights
+    with torch.no_grad():
+        pairs = zip(weights, ctx.copied_rows, strict=True)
+        return [w if rows is None else _zeros_behind(w.detach(), rows) for w, rows in pairs]
+
+
+# --- main_grads ---------------------------------------------------------------------------------------
+
+
+def widened_main_grad(main_grad: Tensor | None, operand: Tensor | None, layout: int) -> Tensor | None:
+    """What the gradient of an operand is added to: the main_grad, or a padded copy of it. `layout` is w1's;
+    other weights have their rows padded as in UNGATED."""
+    if main_grad is None or main_grad.shape == operand.shape:
+        return main_grad
+    return _zeros_behind(main_grad, ROWS[layout])
+
+
+def return_main_grad(main_grad: Tensor | None, wide: Tensor | None, layout: int) -> None:
+    """The main_grad gets the sums of its padded copy."""
+    if wide is main_grad:
+        return
+    own, copy = (t.unflatten(1, (ROWS[layout].parts, -1)) for t in (main_grad, wide))
+    own.copy_(copy[:, :, : own.size(2), : own.size(3)])
