@@ -68,13 +68,13 @@ def _are_plain(w1: Tensor, w2: Tensor, w3: Tensor | None) -> bool:
 def _is_readable(w: Tensor, rows: Rows = PLAIN) -> bool:
     E, out, width = w.shape
     of_expert, of_row, of_column = w.stride()
-    if of_row != 1 and of_column != 1:
-        return True  # no kernel but the portable ones reads such strides, whatever the widths
+    fits = out // rows.parts % rows.unit == 0 and width % CHUNK == 0
+    if not fits or (of_row != 1 and of_column != 1):
+        return fits  # no kernel but the portable ones reads such strides
     pitch = of_row if of_column == 1 else of_column
     # Dynamo traces no offset. A compiled call leaves such a weight to the portable tier.
     offset = 0 if torch.compiler.is_compiling() else w.storage_offset()
-    sizes = (width, pitch, offset, of_expert if E > 1 else 0)
-    return out // rows.parts % rows.unit == 0 and not any(n % CHUNK for n in sizes)
+    return not any(n % CHUNK for n in (pitch, offset, of_expert if E > 1 else 0))
 
 
 # --- operands -----------------------------------------------------------------------------------------

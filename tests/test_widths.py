@@ -92,6 +92,20 @@ def test_no_copy_of_readable_weights():
     assert widths.copied(off_base, widths.PLAIN).storage_offset() == 0
 
 
+@pytest.mark.parametrize("D, F", [(16, 13), (13, 16), (16, 16)])
+@pytest.mark.parametrize("name", ["w1", "w2", "w3"])
+def test_one_weight_of_strides_that_no_tile_reads(name, D, F):
+    """It gets the widths of the others, and is no copy where it has them."""
+    t, ids = draw(D, F, "separate", False)
+    expected = call(t, ids)
+    strided = torch.stack([t[name].detach()] * 2, -1)[..., 0].requires_grad_()
+    assert (widths.copied(strided, widths.PLAIN) is strided) == (D == F)
+    own = t | {name: strided}
+    assert torch.equal(call(own, ids), expected)
+    found, expected = gradients(own, call(own, ids)), gradients(t, call(t, ids))
+    assert all(map(torch.equal, found.values(), expected.values()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_other_dtypes_are_computed_as_they_are(dtype):
     w = torch.randn(E, 13, 16, dtype=dtype)
