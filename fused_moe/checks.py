@@ -209,8 +209,10 @@ def check_one_gradient(fn: str, out: Tensor) -> None:
     for such batches, and would mix them up."""
 
     def check(dout: Tensor) -> None:
-        if torch._C._functorch.is_legacy_batchedtensor(dout):
-            fail(RuntimeError, fn, "one gradient of out in a backward pass", "many, by is_grads_batched=True")
+        functorch = torch._C._functorch
+        if functorch.is_legacy_batchedtensor(dout) or functorch.is_batchedtensor(dout):
+            many = "many, by is_grads_batched=True or vmap"
+            fail(RuntimeError, fn, "one gradient of out in a backward pass", many)
 
     if out.requires_grad and not torch.compiler.is_compiling():
         out.register_hook(check)

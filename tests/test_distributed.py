@@ -977,8 +977,11 @@ def many_gradients(rank, device, options):
     x, dout = (share(rank, t, EVEN) for t in new_signals(device))
     x.requires_grad_()
     out = layer(x)
+    douts = torch.stack((dout, 2 * dout))
     with pytest.raises(RuntimeError, match="expected one gradient .* found many, by is_grads_batched"):
-        torch.autograd.grad(out, x, torch.stack((dout, 2 * dout)), is_grads_batched=True, retain_graph=True)
+        torch.autograd.grad(out, x, douts, is_grads_batched=True, retain_graph=True)
+    with pytest.raises(RuntimeError, match="expected one gradient .* found many, .* or vmap"):
+        torch.vmap(lambda dout: torch.autograd.grad(out, x, dout, retain_graph=True))(douts)
     return [torch.autograd.grad(out, x, dout, retain_graph=True)[0], torch.autograd.grad(out, x, dout)[0]]
 
 
