@@ -357,7 +357,8 @@ def path(layer: MoELayer, x: Tensor) -> Choice:
     chosen, several = path_of_experts(x, weights, *how)
     if several is not None:
         reasons += (f"the experts are several operators, since {several}",)
-    return Choice(chosen, reasons + added + _copied(weights, x))
+    copied = () if chosen is FP8 else _copied(weights, x)  # which quantises weights as they are
+    return Choice(chosen, reasons + added + copied)
 
 
 def _copied(weights: tuple, x: Tensor) -> tuple[str, ...]:

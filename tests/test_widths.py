@@ -256,6 +256,17 @@ def test_one_operator_without_gradients(layout, D, F):
     assert torch.equal(out, expected)
 
 
+def test_path_of_weights_off_16_bytes():
+    """FP8 quantises them as they are."""
+    layer = fused_moe.FusedMoE(128, 128, E, K).to(BF16)
+    weight = layer.experts.w1
+    weight.data = torch.randn(1 + weight.numel()).to(BF16)[1:].view_as(weight)
+    x = torch.randn(T, 128).to(BF16)
+    assert "weights are copied" in str(paths.path(layer, x))
+    fused_moe.enable_fp8(layer, force=True)
+    assert "weights are copied" not in str(paths.path(layer, x))
+
+
 WEIGHTS = ("w1", "w2", "w3")
 
 
