@@ -232,12 +232,12 @@ class ParallelExperts(Counting, Experts):
         """This rank's x (T, D), scores and ids (T, K) -> out (T, D), counts (E,) of this rank's slots."""
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # before the exchange
-        out, counts = (self._forward_symmetric if self.symmetric else self._forward)(x, scores, ids)
+        forward = self._forward_symmetric if self.symmetric else self._forward_by_all_to_all
+        out, counts = forward(x, scores, ids)
         checks.check_one_gradient(FN, out)
         return out, counts
 
-    def _forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """By all-to-all."""
+    def _forward_by_all_to_all(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         checks.check_input(FN, "x", x, 2)
         checks.check_ids(FN, ids, x)
         checks.check_scores(FN, scores, ids)

@@ -593,9 +593,7 @@ def experts_and_counts(
         made = (code, activation, constants, stored, given, main_grads, (shared, shared_gate))
         y = _trained_in_fp8(x, (w1, w2, w3), scores, plan, *how, *made)
         return y if out is None else out.copy_(y), plan.counts
-    if any(main_grads):
-        w1, w2, w3 = operands_of(stored, (w1, w2, w3), given)
-    weights = _unless_quantized((w1, w2, w3), stored) if is_composed else (w1, w2, w3)
+    weights = _operands((w1, w2, w3), stored, given if any(main_grads) else None, is_composed)
     D, written = x.size(1), out
     # The portable tier computes experts of scored inputs at any width.
     if not on_input and _are_padded(x, weights, is_composed):
@@ -625,6 +623,13 @@ def experts_and_counts(
             y = experts(x, *weights, *biases, scores, *made)
     y = widths.narrowed(y, D)
     return (y if out is None or y is out else out.copy_(y)), counts
+
+
+def _operands(weights: tuple, stored: tuple, main_grads: tuple | None, is_composed: bool) -> tuple:
+    """w1, w2 and w3 as the experts' operators or their composition take them."""
+    if main_grads is not None:
+        weights = operands_of(stored, weights, main_grads)
+    return _unless_quantized(weights, stored) if is_composed else weights
 
 
 def _are_padded(x: Tensor, weights: tuple, is_composed: bool) -> bool:
@@ -817,9 +822,7 @@ def grouped_mlp(
         how = (training, fp8, fp8_wgrad, paths.needs_grad(x_rows, w1, w2, w3))
         made = (code, activation, (alpha, limit), stored, given, main_grads)
         return _trained_in_fp8(x_rows, (w1, w2, w3), scores, _ops.route_plan(ids, w2.size(0)), *how, *made)
-    if any(main_grads):
-        w1, w2, w3 = operands_of(stored, (w1, w2, w3), given)
-    weights = _unless_quantized((w1, w2, w3), stored) if is_composed else (w1, w2, w3)
+    weights = _operands((w1, w2, w3), stored, given if any(main_grads) else None, is_composed)
     D = x_rows.size(1)
     if _are_padded(x_rows, weights, is_composed):
         x_rows, weights, biases, lora, _ = widths.padded(x_rows, weights, biases, lora, None, code)
