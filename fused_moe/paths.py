@@ -364,4 +364,5 @@ def path(layer: MoELayer, x: Tensor) -> Choice:
 def _copied(weights: tuple, x: Tensor) -> tuple[str, ...]:
     if not all(w is None or isinstance(w, Tensor) for w in weights) or not are_padded(x, *weights):
         return ()
-    return ("weights are copied in each call, since D or F is no multiple of 8, or one starts off 16 bytes",)
+    why = "D or F is no multiple of 8, or one is not aligned to 16 bytes"
+    return (f"weights are copied in each call, since {why}",)

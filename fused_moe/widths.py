@@ -1,10 +1,10 @@
 """Widths that are no multiple of 8, and weights that TMA cannot read, on a GPU.
 
-The copy engine of Hopper reads rows whose pitch and address are multiples of 16 bytes, and the tensor-core
-tiles of older GPUs load 16 bytes at a time. A call of 16-bit weights that are otherwise is computed with
-copies of them, with zeros in up to seven columns more of D and F. An activation of 0 is 0, so what is added
-adds zeros to every sum, of finite x. Whether a call is such a one depends on dtypes, widths and strides,
-never on the number of tokens, so a token keeps its bits in every batch.
+TMA reads rows whose pitch and address are multiples of 16 bytes, and the tensor-core tiles of older GPUs load
+16 bytes at a time. A call of other 16-bit weights is computed with copies of them, with zeros in up to seven
+columns more of D and F. An activation of 0 is 0, so what is added adds zeros to every sum, of finite x.
+Whether a call is such a one depends on dtypes, widths and strides, never on the number of tokens, so a token
+keeps its bits in every batch.
 
 An autograd node saves the weight in place of its copy (`saved`) and copies it again in backward (`restored`):
 between the passes no second copy of the weights is in memory, and FSDP can free those that it gathered.
