@@ -9,7 +9,7 @@ from cases import ACTIVATIONS, BF16, F16, poisoned, quantize_options
 from gpu_cases import HALF_DTYPES, capture, draw_ids, launches, with_scales
 from test_quantized import random_weight
 
-from fused_moe import FusedMoE, fused_experts, quantize
+from fused_moe import FusedMoE, QuantizedWeight, fused_experts, quantize
 from fused_moe.quantized import tiles
 from fused_moe.quantized.formats import FORMATS
 
@@ -92,6 +92,35 @@ def check_layouts(shape, format, scale_of, dtype, device) -> None:
 @torch.no_grad()
 def test_bits_of_dequantised_weights(device, shape, format, scale_of, dtype):
     check_layouts(shape, format, scale_of, dtype, device)
+
+
+# Scales with which one multiplication makes a pair of 4-bit codes, to both ends of the range, and others.
+QUICK_SCALES = {
+    "int4": ((2.0**-126, -(2.0**-126), 0.01, -0.2490234375), (0.0, 2.0**-130, 0.25, -3.0, 2.0**20)),
+    "mxfp4": ((0, 1, 120, 127), (128, 129, 147)),
+}
+
+
+@pytest.mark.parametrize("share", (0, 0.002, 0.5))
+@pytest.mark.parametrize("format", QUICK_SCALES)
+@pytest.mark.parametrize("shape", ("one slot", "eight rows", "few rows, a long k", "many experts"))
+@torch.no_grad()
+def test_sizes_of_scales(device, shape, format, share):
+    """All scales are quick, or some or half of them are not."""
+    tokens, top_k, E, D, F, routing = SHAPES[shape]
+    D, F = -(-D // 128) * 128, -(-F // 128) * 128
+
+    def weight(out, width):
+        w = random_weight(format, E, out, width, "cpu", 2)  # int4 in groups of 128
+        quick, others = (
+            torch.tensor(sizes)[torch.randint(len(sizes), w.scale.shape)] for sizes in QUICK_SCALES[format]
+        )
+        scale = torch.where(torch.rand(w.scale.shape) < share, others, quick).to(w.scale.dtype)
+        return QuantizedWeight(w.data, scale, format=format, shape=w.shape, dtype=BF16).to(device)
+
+    x, scores = torch.randn(tokens, D).to(device, BF16), torch.rand(tokens, top_k).to(device)
+    ids = draw_ids(routing, tokens, top_k, E, device)
+    check((x, weight(F, D), weight(D, F), weight(F, D), scores, ids), {}, BF16)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

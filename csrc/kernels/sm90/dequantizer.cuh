@@ -48,6 +48,11 @@ struct Factor {
     std::conditional_t<IN_16_BITS, uint32_t, Wide> scale; /* IN_16_BITS: in T, twice */
 };
 
+/* The same for one multiplication a pair. */
+typedef struct {
+    uint32_t scale, offset;
+} QuickFactor;
+
 __device__ inline void ld_shared_words(uint32_t (&word)[2], uint32_t address) {
     uint2 v = ld_shared_v2(address);
     word[0] = v.x, word[1] = v.y;
@@ -78,6 +83,9 @@ struct Dequantizer {
     static constexpr int SCALE_BYTES = SUBTILE * GROUPS * (CODE == Code::E2M1 ? 1 : IN_16_BITS ? 2 : 4);
     static constexpr int ZERO_BYTES = HAS_ZEROS ? SUBTILE * (GROUPED ? 4 : 2) : 0; /* TMA writes on 128 */
     using PairFactor = Factor<IN_16_BITS, BY_COLUMN>;
+    /* Whether one multiplication makes a pair, where all scales are in a range (quick_factor). */
+    static constexpr bool HAS_QUICK =
+        std::is_same_v<T, __nv_bfloat16> && IN_16_BITS && !BY_COLUMN && (CODE == Code::E2M1 || !GROUPED);
     using Other =
         std::conditional_t<std::is_same_v<T, __half>, __nv_bfloat16, __half>; /* a scale's dtype beside T */
     uint32_t fp16_1024; /* INT8: 0x64, the high byte of 1024 in fp16, four times; else 0 */
@@ -130,8 +138,44 @@ struct Dequantizer {
         }
     }
 
+    /* A bf16's last bits are a subnormal number, so a code that is moved there needs one multiplication, by
+     * the scale and the power of two that makes up for the place. That has the range of scales: quick_factor
+     * says whether this one is in it. The value is rounded once, as ever. */
+    __device__ static bool quick_factor(QuickFactor &f, uint32_t scale) {
+        if constexpr (CODE == Code::E2M1) { /* 2^126 scale; the scale is below 2 */
+            uint32_t e8m0 = ld_shared_u8(scale);
+            f.scale = e8m0 * 0x00800080 + 0x3f003f00;
+            return e8m0 < 128;
+        } else { /* 2^130 scale, and -8 scale; the scale is normal and below 1/4 */
+            uint32_t bits = ld_shared_u16(scale);
+            f.scale = bits * 0x10001 + 0x41004100;
+            f.offset = multiply_pair<T>(f.scale, 0x80408040);
+            return (bits << 17) - (1u << 24) < 124u << 24;
+        }
+    }
+
+    __device__ static uint32_t quick_pair(const uint32_t (&words)[WORDS], int step, int u,
+                                          const QuickFactor &f) {
+        uint32_t word = words[step / 2];
+        int n = 2 * (step % 2) + u;
+        if constexpr (CODE == Code::E2M1) return multiply_pair<T>(e2m1_bits(word, n), f.scale);
+        uint32_t code = shifted(word, 3 - 4 * n) & 0x00780078; /* 2^-130 times */
+        return word_of<T>(__hfma2(pair_of<T>(code), pair_of<T>(f.scale), pair_of<T>(f.offset)));
+    }
+
     /* To the left, or with a negative number to the right. */
     __device__ static uint32_t shifted(uint32_t word, int by) { return by < 0 ? word >> -by : word << by; }
+
+    /* Pair n of a word of e2m1, divided by E2M1_FACTOR. */
+    __device__ static uint32_t e2m1_bits(uint32_t word, int n) {
+        constexpr int SHIFT = PairOf<T>::E2M1_SHIFT;
+        constexpr uint32_t SIGN = 0x80008000, MAGNITUDE = 0x00070007u << SHIFT;
+        int sign = 15 - (FUSED_MOE_E2M1_SIGNS >> 4 * n & 15),
+            magnitude = SHIFT - (FUSED_MOE_E2M1_MAGNITUDES >> 4 * n & 15);
+        return sign == magnitude
+                   ? shifted(word, sign) & (SIGN | MAGNITUDE)
+                   : lop3_and_or(shifted(word, sign), SIGN, shifted(word, magnitude) & MAGNITUDE);
+    }
 
     /* Pair n of a word of 4-bit codes. */
     __device__ uint32_t pair_of_nibbles(uint32_t word, int n, const PairFactor &f) const {
@@ -140,14 +184,7 @@ struct Dequantizer {
             uint32_t integer = lop3_and_or(word >> 4 * n, 0x000f000f, PairOf<T>::INTEGER);
             exact = word_of<T>(__hsub2(pair_of<T>(integer), pair_of<T>(f.zero)));
         } else {
-            constexpr int SHIFT = PairOf<T>::E2M1_SHIFT;
-            constexpr uint32_t SIGN = 0x80008000, MAGNITUDE = 0x00070007u << SHIFT;
-            int sign = 15 - (FUSED_MOE_E2M1_SIGNS >> 4 * n & 15),
-                magnitude = SHIFT - (FUSED_MOE_E2M1_MAGNITUDES >> 4 * n & 15);
-            uint32_t bits = sign == magnitude ? shifted(word, sign) & (SIGN | MAGNITUDE)
-                                              : lop3_and_or(shifted(word, sign), SIGN,
-                                                            shifted(word, magnitude) & MAGNITUDE);
-            exact = multiply_pair<T>(bits, PairOf<T>::E2M1_FACTOR);
+            exact = multiply_pair<T>(e2m1_bits(word, n), PairOf<T>::E2M1_FACTOR);
         }
         if constexpr (IN_16_BITS) {
             return multiply_pair<T>(exact, f.scale);

@@ -163,18 +163,40 @@ __device__ __forceinline__ void multiply(float *d, const uint32_t *a, uint32_t r
     }
 }
 
+/* Where a lane has its part of eight rows of x, in a k-tile: of the first 32 columns, and of the others.
+ * IN_REGISTERS, once for all stages: where one multiplication makes a pair, registers are left for them. */
+template <bool IN_REGISTERS>
+struct LaneRows {
+    uint32_t offset[2];
+
+    __device__ void init() {
+        if constexpr (IN_REGISTERS)
+            for (int i = 0; i < 2; i++) {
+                offset[i] = swizzled(0, threadIdx.x % 8, 4 * i + threadIdx.x % 32 / 8);
+                pin(offset[i]);
+            }
+    }
+
+    /* Of rows 8 n to 8 n + 7, k steps 2 i and 2 i + 1. */
+    __device__ uint32_t at(uint32_t k_tile, int n, int i) const {
+        if constexpr (IN_REGISTERS) return k_tile + 8 * SWIZZLE_BYTES * n + offset[i];
+        int lane = threadIdx.x % 32;
+        return swizzled(k_tile, 8 * n + lane % 8, 4 * i + lane / 8);
+    }
+};
+
 /* The same by each warp for its sixteen rows, which has the same bits. */
-template <class Config, int TOKENS>
-__device__ __forceinline__ void multiply_by_warp(float *d, const uint32_t *a, uint32_t rows) {
+template <class Config, int TOKENS, bool IN_REGISTERS>
+__device__ __forceinline__ void multiply_by_warp(float *d, const uint32_t *a, uint32_t rows,
+                                                 const LaneRows<IN_REGISTERS> &lane_rows) {
     using Operand = typename Config::Operand;
-    int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < Config::K_TILES * NUM_K_STEPS; i += 2)
 #pragma unroll
         for (int n = 0; n < TOKENS / 8; n++) {
             uint32_t x[4]; /* eight rows of 32 columns */
-            ldmatrix_x4(x, swizzled(rows + i / NUM_K_STEPS * Config::K_TILE_BYTES, 8 * n + lane % 8,
-                                    i % NUM_K_STEPS * 2 + lane / 8));
+            ldmatrix_x4(x,
+                        lane_rows.at(rows + i / NUM_K_STEPS * Config::K_TILE_BYTES, n, i % NUM_K_STEPS / 2));
 #pragma unroll
             for (int j = 0; j < 2; j++)
                 mma_m16n8k16(*(float (*)[4])(d + 4 * n), *(const uint32_t (*)[4])(a + 4 * (i + j)), x[2 * j],
@@ -213,7 +235,10 @@ __device__ __forceinline__ void run_mainloop_fragments(float *d, const GemmOf<Co
     using Dequantizer = typename Weight::Dequantizer;
     constexpr int SUBTILES = Config::SUBTILES;
     constexpr bool BY_WARP = TOKENS <= WARP_TOKENS;
+    constexpr bool HAS_QUICK = BY_WARP && Dequantizer::HAS_QUICK && Config::K_TILES == 2;
     const auto dequantizer = Dequantizer::make();
+    LaneRows<HAS_QUICK && !(Config::FEW_ROWS && Config::GATHER)> lane_rows; /* a gather needs its registers */
+    lane_rows.init();
     LaneOffsets offsets[SUBTILES];
 #pragma unroll
     for (int i = 0; i < SUBTILES; i++)
@@ -229,6 +254,14 @@ __device__ __forceinline__ void run_mainloop_fragments(float *d, const GemmOf<Co
         for (int i = 0; i < SUBTILES; i++) {
             StageCodes<Dequantizer, Config::K_TILES> codes;
             codes.load(b, offsets[i]);
+            if constexpr (HAS_QUICK) { /* the MMAs are in both branches, so unpacking runs beside them */
+                QuickFactors<Dequantizer, Config::K_TILES> quick;
+                if (quick.load(b, offsets[i], p.weight.scales)) {
+                    codes.make_quick_fragments(a[i], quick);
+                    multiply_by_warp<Config, TOKENS>(d + TOKENS / 2 * i, a[i], rows, lane_rows);
+                    continue;
+                }
+            }
             codes.factors.load(b, offsets[i], 0, p.weight.scales);
             if constexpr (!BY_WARP) {
                 wgmma_wait_group<SUBTILES - 1>(); /* for those that read a[i] */
@@ -241,7 +274,7 @@ __device__ __forceinline__ void run_mainloop_fragments(float *d, const GemmOf<Co
             }
             float *accumulators = d + TOKENS / 2 * i;
             if constexpr (BY_WARP) {
-                multiply_by_warp<Config, TOKENS>(accumulators, a[i], rows);
+                multiply_by_warp<Config, TOKENS>(accumulators, a[i], rows, lane_rows);
             } else {
                 for (uint32_t &word : a[i]) pin(word); /* all are made before the first wgmma */
                 wgmma_fence();

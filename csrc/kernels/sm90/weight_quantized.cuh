@@ -180,6 +180,15 @@ struct RowFactors {
     typename Dequantizer::PairFactor factor[2][GROUPS];
 
     __device__ void load(uint32_t stage, const LaneOffsets &offsets, int k_tile, const Scales &s) {
+        for_each(stage, offsets, k_tile, s, [&](int row, int i, uint32_t scale, uint32_t zero) {
+            factor[row][i] = Dequantizer::factor(scale, zero, s);
+        });
+    }
+
+    /* Calls fn(row, group, scale, zero): where these are in shared memory. */
+    template <typename Fn>
+    __device__ static void for_each(uint32_t stage, const LaneOffsets &offsets, int k_tile, const Scales &s,
+                                    Fn fn) {
 #pragma unroll
         for (int row = 0; row < 2; row++)
 #pragma unroll
@@ -191,14 +200,37 @@ struct RowFactors {
                                  : s.groups == K_TILES                ? k_tile
                                                                       : 0;
                 uint32_t offset = group * (has_all ? SUBTILE : s.rows);
-                factor[row][i] =
-                    Dequantizer::factor(stage + offsets.scale[row] + offset * (has_all ? 1 : s.bytes),
-                                        stage + offsets.zero[row] + offset, s);
+                fn(row, i, stage + offsets.scale[row] + offset * (has_all ? 1 : s.bytes),
+                   stage + offsets.zero[row] + offset);
             }
     }
 
     /* For columns 16 step + 8 u + 2 t and one more. */
     __device__ const auto &get(int row, int step, int) const { return factor[row][step / 2 % GROUPS]; }
+};
+
+/* The same of a whole stage, for one multiplication a pair. */
+template <class Dequantizer, int K_TILES>
+struct QuickFactors {
+    using Rows = RowFactors<Dequantizer, K_TILES>;
+    static constexpr int SETS = Dequantizer::GROUPED ? K_TILES : 1;
+    QuickFactor factor[SETS][2][Rows::GROUPS];
+
+    /* Returns whether there are no zero points, and all scales of the warp are in the range. */
+    __device__ bool load(uint32_t stage, const LaneOffsets &offsets, const Scales &s) {
+        if (Dequantizer::HAS_ZEROS && s.has_zeros) return false;
+        bool fits = true;
+#pragma unroll
+        for (int k_tile = 0; k_tile < SETS; k_tile++)
+            Rows::for_each(stage, offsets, k_tile, s, [&](int row, int i, uint32_t scale, uint32_t) {
+                fits &= Dequantizer::quick_factor(factor[k_tile][row][i], scale);
+            });
+        return __all_sync(~0u, fits);
+    }
+
+    __device__ const QuickFactor &get(int k_tile, int row, int step) const {
+        return factor[k_tile % SETS][row][step / 2 % Rows::GROUPS];
+    }
 };
 
 /* Factors of a lane's columns of a stage, which is one k-tile. */
@@ -239,6 +271,14 @@ struct StageCodes {
             for (int i = 0; i < 4; i++)
                 a[16 * k_tile + 4 * j + i] =
                     dequantizer.pair(words[k_tile][i % 2], j, i / 2, factors.get(i % 2, j, i / 2));
+    }
+
+    __device__ void make_quick_fragments(uint32_t (&a)[16 * K_TILES],
+                                         const QuickFactors<Dequantizer, K_TILES> &quick) const {
+#pragma unroll
+        for (int i = 0; i < 16 * K_TILES; i++)
+            a[i] = Dequantizer::quick_pair(words[i / 16][i % 2], i % 16 / 4, i % 4 / 2,
+                                           quick.get(i / 16, i % 2, i % 16 / 4));
     }
 };
 
