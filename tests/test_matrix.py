@@ -1,7 +1,7 @@
 """Kinds of layers times wrappers: a cell gives right results, or the error that ERRORS names with its reason.
 
-matrix/kinds.py has the kinds, matrix/wrappers.py the wrappers. `python tests/test_matrix.py` writes the
-tables of docs/testing.md. With FUSED_MOE_TEST_PACKAGES=1 only those cells run that need a package; where it
+matrix/kinds.py has the kinds, matrix/wrappers.py the wrappers. `python tests/test_matrix.py` writes its
+part of docs/testing.md. With FUSED_MOE_TEST_PACKAGES=1 only those cells run that need a package; where it
 is missing they fail.
 """
 
@@ -128,7 +128,7 @@ def test_errors_are_of_cells(cpu):
 
 @pytest.mark.skipif(not tables.PAGE.exists(), reason="needs docs/ beside tests/")
 def test_docs(cpu):
-    """The page's tables are those of this file; `python tests/test_matrix.py` writes them."""
+    """The page's part is that of this file; `python tests/test_matrix.py` writes them."""
     assert tables.in_page(tables.PAGE.read_text()) == tables.text(ERRORS)
 
 

@@ -1,10 +1,9 @@
-"""The tables of docs/testing.md: what each cell of the matrix gives."""
+"""The matrix in docs/testing.md: its kinds, its wrappers, and the cells that raise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from string import ascii_uppercase
 from typing import NamedTuple
 
 import torch
@@ -26,30 +25,19 @@ class Error(NamedTuple):
 
 
 def text(errors: dict[tuple[tuple, str], Error]) -> str:
-    """One table per group of wrappers, whose rows they are, and the reasons of all errors."""
-    letters = dict(
-        zip(dict.fromkeys(error.reason for error in errors.values()), ascii_uppercase, strict=False)
-    )
-    cells = {(kind, wrapper): error for (kinds, wrapper), error in errors.items() for kind in kinds}
-
-    def cell(kind: str, wrapper: str) -> str:
-        error = cells.get((kind, wrapper))
-        if error is None:
-            return "✓"
-        return f"{'✓ ' if error.when else ''}{letters[error.reason]}"
-
-    lines = []
+    """The kinds, the wrappers of each group, and the cells that raise: all others give right results."""
+    lines = [f"- layers: {'; '.join(kind.title for kind in KINDS.values())}"]
     for group in dict.fromkeys(w.group for w in WRAPPERS.values()):
-        titles = [group, *(kind.title for kind in KINDS.values())]
-        lines += ["", f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
-        for name, w in WRAPPERS.items():
-            if w.group == group:
-                lines.append(f"| {w.title} | {' | '.join(cell(kind, name) for kind in KINDS)} |")
-    lines.append("")
-    for reason, letter in letters.items():
-        types = {error.type.__name__ for error in errors.values() if error.reason == reason}
-        lines.append(f"- {letter}: {' or '.join(sorted(types))}. {reason}")
-    return "\n".join(lines[1:]) + "\n"
+        titles = [w.title for w in WRAPPERS.values() if w.group == group]
+        lines.append(f"- {group}: {'; '.join(titles)}")
+    lines += ["", "Cells that raise:", ""]
+    places = {}  # of equal errors in equal kinds
+    for (kinds, wrapper), error in errors.items():
+        titles = "all" if set(kinds) == set(KINDS) else "; ".join(KINDS[kind].title for kind in kinds)
+        places.setdefault((titles, error.type.__name__, error.reason), []).append(WRAPPERS[wrapper].title)
+    for (titles, name, reason), wrappers in places.items():
+        lines.append(f"- {' and '.join(wrappers)} ({titles}): {name}. {reason}")
+    return "\n".join(lines) + "\n"
 
 
 def in_page(page: str) -> str:
