@@ -2,9 +2,9 @@
  *
  * The host knows sizes, not how rows are distributed over the experts, so rules speak of averages. A result
  * has the same bits on both sides of a bound, but for that of compute="auto". The measurements behind the
- * figures are in the pages of docs/lab/ that the comments name. Numbers of SMs and CTAs are the device's. The
- * other bounds were measured on H100 and H200, and apply to other GPUs unmeasured. How wgrad's rows are cut
- * into slices is the schedule's rule (schedule.h).
+ * figures are in docs/lab.md. Numbers of SMs and CTAs are the device's. The other bounds were measured on
+ * H100 and H200, and apply to other GPUs unmeasured. How wgrad's rows are cut into slices is the schedule's
+ * rule (schedule.h).
  *
  *   T tokens, K slots of a token, R rows, E experts, D and F widths, k a GEMM's reduction
  *
@@ -26,7 +26,7 @@ FUSED_MOE_FN bool fused_moe_has_skinny_average(int64_t R, int64_t E) {
 
 /* Rows of a tile of the CUDA tiers' grouped_mm and up_gate where experts have few rows: 16 or 64; 0: the
  * usual tiles. A CTA cuts a tile of more rows and reads the weight again for each part. Skewed routing makes
- * that dear where the average is higher than here (decode.md). */
+ * that dear where the average is higher than here. */
 FUSED_MOE_FN int32_t fused_moe_few_rows(int64_t R, int64_t E) {
     return R <= 2 * E ? 16 : R <= 16 * E ? 64 : 0;
 }
@@ -42,7 +42,7 @@ FUSED_MOE_FN int32_t fused_moe_few_rows_together(int64_t R, int64_t E) {
 enum { FUSED_MOE_LONG_K = 2560 };
 
 /* Subtiles of 64 weight rows in a tile of few rows. With a long k, tiles of one subtile keep more CTAs
- * loading (decode.md). */
+ * loading. */
 FUSED_MOE_FN int32_t fused_moe_few_rows_subtiles(int32_t tile_rows, int64_t k) {
     return tile_rows == 16 && k >= FUSED_MOE_LONG_K ? 1 : 2;
 }
@@ -54,7 +54,7 @@ FUSED_MOE_FN int32_t fused_moe_experts_up_subtiles(int64_t R, int64_t E, int64_t
     return fused_moe_few_rows_together(R, E) == 16 && tiles < 2 * num_sms ? 1 : 2;
 }
 
-/* Whether the down GEMM begins while up_gate runs, and loads weights until that has ended (decode.md). A
+/* Whether the down GEMM begins while up_gate runs, and loads weights until that has ended. A
  * large CTA's tiles of a long k are few, and would be where SMs are free instead of spread evenly over the
  * GPU. Few rows of a dense weight have small CTAs, two on an SM, and begin whatever k is. */
 FUSED_MOE_FN bool fused_moe_down_reads_before_wait(int64_t R, int64_t E, int64_t F, bool is_quantized) {
@@ -67,13 +67,13 @@ FUSED_MOE_FN bool fused_moe_down_reads_before_wait(int64_t R, int64_t E, int64_t
 /* Rows of an expert up to which a GEMM reads the quantised weight. With more, dequantising it first is
  * faster, since every row tile makes its values anew. The sm90 tier reads weights packed in tiles. The sm80
  * tier reads published weights, and only in tiles of few rows. Transposed weights, in backward, mostly have a
- * scale for each column (quantised.md). */
+ * scale for each column. */
 FUSED_MOE_FN int64_t fused_moe_most_quantized_rows(bool has_tiles, bool is_transposed) {
     return !has_tiles ? 16 : is_transposed ? 768 : 3072;
 }
 
 /* Rows of a tile of a quantised weight on sm90. A tall tile of 256 makes the weight's values once for twice
- * the rows. That is faster with more than 384 rows of an expert (quantised.md). */
+ * the rows. That is faster with more than 384 rows of an expert. */
 FUSED_MOE_FN int32_t fused_moe_quantized_tile_rows(int64_t R, int64_t E) {
     if (fused_moe_few_rows(R, E) == 16) return 16;
     return fused_moe_has_skinny_average(R, E) ? 64 : R <= 384 * E ? 128 : 256;
@@ -81,7 +81,7 @@ FUSED_MOE_FN int32_t fused_moe_quantized_tile_rows(int64_t R, int64_t E) {
 
 /* Whether both GEMMs of quantised weights are one launch (sm90/quantized_experts.cu), in tiles of 16 rows.
  * With a long k that saves little, up to one row on average; and where the down GEMM has fewer tiles than
- * there are SMs, some of these would get two and others none (quantised.md). */
+ * there are SMs, some of these would get two and others none. */
 FUSED_MOE_FN bool fused_moe_quantized_together(int64_t R, int64_t E, int64_t M, int64_t F, int32_t num_sms) {
     int64_t narrow = (R < E ? R : E) * ((M + 63) / 64);
     return fused_moe_few_rows(R, E) == 16 && (F < FUSED_MOE_LONG_K || (R <= E && narrow >= num_sms));
@@ -149,7 +149,7 @@ FUSED_MOE_FN int64_t fused_moe_fp8_column_chunk(int64_t T, int64_t R, int64_t E,
 
 /* Whether wgrad's gathered operand, N columns wide, is copied into expert order first, half of its columns at
  * a time. The copy pays from 3,000 columns of the other operand on. It takes memory, which from 8,192 on is
- * less than the gradients' own (backward.md). */
+ * less than the gradients' own. */
 FUSED_MOE_FN bool fused_moe_gathers_first(int64_t columns, int64_t N) {
     return columns >= 8192 && N % 256 == 0;
 }
@@ -157,13 +157,13 @@ FUSED_MOE_FN bool fused_moe_gathers_first(int64_t columns, int64_t N) {
 /* --- which CTA computes which tile ---------------------------------------------------------------------- */
 
 /* Whether CTAs take their tiles in turn. With a short k and many columns the epilogue's memory takes longer
- * than the MMAs (backward.md). */
+ * than the MMAs. */
 FUSED_MOE_FN bool fused_moe_takes_turns(int64_t columns, int64_t k) {
     return k <= 1024 && columns > 1024;
 }
 
 /* The same for a weight gradient: tiles of few rows have an unequal number of k-tiles, and if an expert has
- * tiles for several waves, CTAs that drift apart read its rows again (backward.md). */
+ * tiles for several waves, CTAs that drift apart read its rows again. */
 FUSED_MOE_FN bool fused_moe_wgrad_takes_turns(int64_t R, int64_t E, int64_t weight_tiles, int32_t num_ctas) {
     return R <= 640 * E && weight_tiles > 2 * num_ctas;
 }
@@ -237,8 +237,7 @@ FUSED_MOE_FN int64_t fused_moe_span_slots(int64_t T, int64_t K, bool chooses) {
 }
 
 /* Whether one cluster makes the plan in one launch, together with the choice of its ids where it chooses. The
- * GEMMs plan fewer slots. More take longer on the SMs of a cluster than two or three launches on all SMs
- * (decode.md). */
+ * GEMMs plan fewer slots. More take longer on the SMs of a cluster than two or three launches on all SMs. */
 FUSED_MOE_FN bool fused_moe_has_cluster_plan(int64_t T, int64_t K, int64_t E, bool chooses) {
     int64_t most = chooses ? FUSED_MOE_CLUSTER_CHOICES : FUSED_MOE_CLUSTER_SLOTS;
     return FUSED_MOE_FEW_SLOTS < T * K && T * K <= most && E <= FUSED_MOE_CLUSTER_EXPERTS &&
@@ -264,7 +263,7 @@ FUSED_MOE_FN FusedMoePlanner fused_moe_planner(int64_t T, int64_t K, int64_t E, 
     return FUSED_MOE_PLAN_BY_KERNELS;
 }
 
-/* Spans of slots that route_plan's CTAs count and scatter. One span needs no launch that counts (decode.md).
+/* Spans of slots that route_plan's CTAs count and scatter. One span needs no launch that counts.
  * Every CTA reads all spans' counts, so there are no more spans than SMs. */
 FUSED_MOE_FN int32_t fused_moe_num_spans(int64_t num_slots, int32_t num_sms) {
     int64_t spans = (num_slots + FUSED_MOE_PASS_SLOTS - 1) / FUSED_MOE_PASS_SLOTS;
@@ -272,7 +271,7 @@ FUSED_MOE_FN int32_t fused_moe_num_spans(int64_t num_slots, int32_t num_sms) {
 }
 
 /* Whether a warp of unpermute has half of the columns, and a lane twice the rows in flight: with few tokens,
- * the latency of consecutive loads is the time (decode.md). */
+ * the latency of consecutive loads is the time. */
 FUSED_MOE_FN bool fused_moe_has_few_tokens(int64_t T) {
     return T <= 512;
 }

@@ -1,7 +1,7 @@
 /* The plan of few slots, made by every CTA of a GEMM.
  *
  * In a decode step of one token a kernel for the plan, and the loads of what it wrote, took 4 of 46 us
- * (docs/lab/decode.md). So up_gate and the down GEMM, in one launch or in two, make the plan from the ids:
+ * (docs/lab.md). So up_gate and the down GEMM, in one launch or in two, make the plan from the ids:
  * the fetching warp of each CTA sorts the slots in shared memory.
  *
  * Rows are in route_plan's order: by expert, stable in t*K + k. Every active expert is skinny and has one row

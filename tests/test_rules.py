@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(_host is None, reason="fused_moe._host was not b
 T_OF_128X64, T_OF_64X128, T_OF_128X128, T_OF_128X256 = range(4)  # FusedMoeRouterTile
 IN_GEMM, WITH_CHOICE, BY_CLUSTER, BY_KERNELS = range(4)  # FusedMoePlanner
 
-# Rule: {arguments: decision}. The bounds are those that docs/lab/ measured.
+# Rule: {arguments: decision}. The bounds are measured: docs/lab.md.
 TABLE = {
     "has_skinny_average": {(64, 1): True, (65, 1): False, (8192, 128): True, (8193, 128): False},
     "few_rows": {  # R, E: rows of a tile

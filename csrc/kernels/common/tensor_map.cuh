@@ -68,7 +68,7 @@ int matrix_map(CUtensorMap *map, const T *data, int64_t rows, int64_t width, int
  * shifts them: with coordinates (column, box_rows - n, r + n) a box is stored from row r on, and TMA drops
  * what is past its first n <= box_rows rows. The base is box_rows rows before the matrix, and no store's
  * coordinates select an element before it. For stores only: loads through such maps read illegal addresses
- * (docs/lab/backward.md). */
+ * (docs/lab.md). */
 template <typename T>
 int ragged_map(CUtensorMap *map, const T *data, int64_t rows, int64_t width, int64_t pitch, int box_rows) {
     const uint64_t sizes[] = {(uint64_t)width, (uint64_t)box_rows, (uint64_t)rows + 1};

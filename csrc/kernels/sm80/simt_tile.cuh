@@ -6,7 +6,7 @@
  * Each k-tile is summed on its own and then added to the accumulators, so the rounding error of a long float
  * sum grows with the number of k-tiles, not of elements.
  *
- * Every other instruction takes the time of an FMA (portable.md). So a thread loads 16 bytes of each operand
+ * Every other instruction takes the time of an FMA (docs/lab.md). So a thread loads 16 bytes of each operand
  * at once where it can. Neighbouring lanes have the same columns of B, and lanes 2 apart the same rows of A,
  * since shared memory then serves 16 lanes at a time. */
 #pragma once

@@ -74,7 +74,7 @@ struct FewRowsConfig : GemmConfig<Operand_, B_MAJOR_, GATHER_> {
 };
 
 /* Quantised weights. Unpacking is hidden behind loads where rows are few, behind MMAs where they are many.
- * The instructions that a warp issues for it take the time (docs/lab/quantised.md). */
+ * The instructions that a warp issues for it take the time (docs/lab.md). */
 template <class Dequantizer, bool GATHER_, Height HEIGHT>
 struct QuantizedConfig : QuantizedTile<HEIGHT> {
     using Tile = QuantizedTile<HEIGHT>;

@@ -2,7 +2,7 @@
  *
  * Roles and pipelines are gemm.cuh's, with A gathered; up_gate.cuh has the epilogue. It is not overlapped
  * with the next tile: with h and a to hold there are too few registers beside the accumulators
- * (docs/lab/forward.md has what was tried). */
+ * (docs/lab.md has what was tried). */
 #include "up_gate.cuh"
 
 namespace fused_moe {
