@@ -4,8 +4,8 @@
     python benchmarks/scaling.py --shape sonic-120b --nvlink 370 --infiniband 90  # another layer, other links
     python benchmarks/scaling.py --page docs/scaling.md --plot docs/scaling.svg   # renew the page
 
-All is computed but the column "run". Its runs are those below, committed records, and those of
-bench_expert_parallel.py once results/expert_parallel_h200.json exists.
+All is computed but the column "run" of the table `runs`, whose errors the page sums up. Its runs are those
+below, committed records, and those of bench_expert_parallel.py once results/expert_parallel_h200.json exists.
 """
 
 from __future__ import annotations
@@ -108,18 +108,18 @@ def table(header: str, rows: list[list[str]]) -> str:
 
 def rate_table(links: Links) -> str:
     return table(
-        "per GPU | rate | where it is from",
+        "per GPU | rate | from",
         [
             [
                 "NVLink, one direction",
-                f"{links.nvlink:g} GB/s, and {links.exchange_us:g} µs for each exchange",
-                "fitted to the six exchanges below; nominal: 450 GB/s",
+                f"{links.nvlink:g} GB/s, {links.exchange_us:g} µs per exchange",
+                "fitted to six exchanges on four H200s; nominal: 450 GB/s",
             ],
             [
                 "InfiniBand, 400 Gb/s",
                 f"{links.infiniband:g} GB/s",
-                "[DeepEP 2](https://github.com/deepseek-ai/DeepEP#performance): 90 GB/s on 2 hosts, 61 on 4, "
-                "less the own host's share, which it counts",
+                "https://github.com/deepseek-ai/DeepEP#performance: 90 GB/s on 2 hosts, 61 on 4, less the own "
+                "host's share, which it counts",
             ],
             ["memory, read + write", f"{links.copy:,.0f} GB/s", "`bench_kernels.py` on an H200"],
             ["counts to the host", f"{links.host_us:g} µs", "measured on four H200s: 62 to 67"],
@@ -180,6 +180,28 @@ def measured_layers(links: Links) -> Iterator[tuple[str, str, float, float]]:
                 yield name, "µs", r["time_us"] - r["single_us"], found.time - found.compute
 
 
+def error_table(links: Links) -> str:
+    """Of each kind of runs the range of the model's errors."""
+    kinds = (
+        (r"exchange, ", "six exchanges of a layer, 4 GPUs"),
+        (r".* over FSDP2, ", "16B: EP 4 over FSDP2, the ratio"),
+        (r"16B6?, .* batch \d$", "torchtitan's steps of 16B and 16B6, 2 and 4 GPUs"),
+        (r"16B, .* peak", "memory of 16B with FSDP2, 4 GPUs"),
+        (r".* with 512 experts", "512 experts on one GPU"),
+        (r".*, exact, beyond", "five layers, EP 2, beyond the experts alone: exact"),
+        (r".*, static, beyond", "the same, shared memory, static"),
+    )
+    errors: dict[str, list[float]] = {}
+    for what, _, run, found in runs(links):
+        kind = next(name for pattern, name in kinds if re.match(pattern, what))
+        errors.setdefault(kind, []).append(round(found / run - 1, 2) + 0)
+    rows = []
+    for kind, found in errors.items():
+        ends = sorted({min(found), max(found)})
+        rows.append([kind, " to ".join(f"{error:+.0%}" for error in ends)])
+    return table("runs | model's error", [*rows, ["more than one host", "not measured"]])
+
+
 def run_table(links: Links) -> str:
     def words(value: float, unit: str) -> str:
         return f"{value:,.0f} {unit}" if unit else f"{value:.2f}"
@@ -208,18 +230,16 @@ def ways(layer: Layer, gpus: int, links: Links) -> dict[str, float]:
 
 
 def step_table(layers: dict[str, Layer], links: Links) -> str:
-    rows, header = [], ""
+    rows, columns = [], ("FSDP2", "EP 8, FSDP2", "EP")
     for name, layer in layers.items():
         alone = experts_us(
             layer, layer.num_experts // IN_HOST, layer.num_tokens * layer.sizes.top_k, BOTH, links
         )
-        for gpus in (8, 16, 64, 1024):
-            ranks = most_ranks(layer, gpus)
-            at, found = reach(layer, ranks, ranks // IN_HOST), ways(layer, gpus, links)
-            header = "layer, experts alone | GPUs | ranks, hosts of a token | " + " | ".join(found)
-            cells = f"{name}, {alone / 1e3:.1f}", f"{gpus:,}", f"{at.ranks:.2f}, {at.hosts:.2f}"
-            rows.append([*cells, *(f"{us / 1e3:.1f}" for us in found.values())])
-    return table(header, rows)
+        for gpus in (8, 16, 64):
+            found = ways(layer, gpus, links)
+            cells = f"{name}, {alone / 1e3:.1f}", f"{gpus:,}"
+            rows.append([*cells, *(f"{found[way] / 1e3:.1f}" for way in columns)])
+    return table("layer, experts alone | GPUs | " + " | ".join(columns), rows)
 
 
 def memory_table(layers: dict[str, Layer], links: Links) -> str:
@@ -239,33 +259,27 @@ def capacity_table(layers: dict[str, Layer], links: Links) -> str:
     for name, layer in layers.items():
         for ranks in sorted({IN_HOST, most_ranks(layer, 64)}):
             at, cells = reach(layer, ranks, ranks // IN_HOST), []
-            for way, capacity in ((RANK, None), (RANK, 1.25), (RANK, math.inf), (SLOT, 1.25)):
-                found = memory(layer, ranks, ranks, way, capacity=capacity)
-                us = one_exchange(layer, ranks, way, at, links, capacity)
+            for capacity in (None, 1.25, math.inf):
+                found = memory(layer, ranks, ranks, RANK, capacity=capacity)
+                us = one_exchange(layer, ranks, RANK, at, links, capacity)
                 cells.append(f"{found.kept / GIB:.1f} + {found.working / GIB:.1f}, {us / 1e3:.1f} ms")
             rows.append([name, f"{ranks}", *cells])
     return table(
-        'layer | ranks | exact, "rank" | static, "rank", 1.25 of the mean | "rank", default | "slot", 1.25',
+        "layer | ranks | exact | static, 1.25 of the mean | static, default",
         rows,
     )
 
 
 def imbalance_table(links: Links) -> str:
     layer, rows = LAYERS["qwen3-30b"], []
-    for routing, spread in (
-        ("random", False),
-        ("zipf:0.5", True),
-        ("zipf:0.5", False),
-        ("zipf:1", True),
-        ("zipf:1", False),
-    ):
-        cells = [routing, "spread" if spread else "in a row" if routing != "random" else "any"]
+    for routing in ("random", "zipf:0.5", "zipf:1"):
+        cells = [routing]
         for ranks in (IN_HOST, 64):
-            at = reach(layer, ranks, ranks // IN_HOST, routing, spread)
-            us = step(layer, ranks, ranks, way_of(ranks), routing=routing, spread=spread, links=links).time
+            at = reach(layer, ranks, ranks // IN_HOST, routing)
+            us = step(layer, ranks, ranks, way_of(ranks), routing=routing, links=links).time
             cells += [f"{at.load:.2f}x", f"{us / 1e3:.1f}"]
         rows.append(cells)
-    return table("routing | experts on ranks | EP 8: rows | ms | EP 64: rows | ms", rows)
+    return table("routing | EP 8: rows | ms | EP 64: rows | ms", rows)
 
 
 def model_table(links: Links) -> str:
@@ -308,24 +322,24 @@ def choice_table(links: Links) -> str:
             ],
             [
                 "gathered layers fit, many tokens per GPU",
-                "FSDP2 alone",
-                "traffic does not grow with tokens: qwen3-30b's experts alone hide it from "
-                f"{hiding_tokens(qwen, 64, 1, links):,.0f} on; a whole 16B reaches {titan[0]:,.0f} tokens/s, "
+                "[FSDP2](fsdp2.md) alone",
+                "traffic does not grow with tokens: qwen3-30b's experts hide it from "
+                f"{hiding_tokens(qwen, 64, 1, links):,.0f} on; a 16B reaches {titan[0]:,.0f} tokens/s, "
                 f"with EP 8 {titan[1]:,.0f}",
             ],
             [
-                "gathered layers do not fit, or few tokens per GPU",
-                '`ExpertParallel(combine="rank")` in a host, exact sizes; by shared memory where the most '
-                "tokens are known ([faster](symmetric_memory.md#what-was-run) on two GPUs)",
+                "they do not fit, or few tokens per GPU; one host",
+                '[`ExpertParallel(combine="rank")`](expert_parallelism.md), by '
+                "[shared memory](expert_parallelism.md#measured-on-two-h200s)",
                 f"{at8.ranks:.1f} rows per token, not {qwen.sizes.top_k}; dsv3's gathered weights take "
                 f"{gathered[0]:.1f} GiB, not {gathered[1]:.1f}; "
                 f"its step {ms('dsv3', 8, 'EP')} ms, not {ms('dsv3', 8, 'FSDP2')}",
             ],
             [
                 "the same, `fullgraph=True` or CUDA graphs",
-                "`static=True` with a capacity; in a host `ExpertParallel(symmetric=True)`",
-                f"no wait of {links.host_us:g} µs per layer, shapes that do not change; buffers cost memory "
-                "([capacity](#exact-and-static-sizes))",
+                "`static=True` with a capacity (graphs: `symmetric=True`, too)",
+                f"no wait of {links.host_us:g} µs per layer, fixed shapes; buffers "
+                "[cost memory](#exact-and-static-sizes)",
             ],
             [
                 "EP over several hosts",
@@ -336,9 +350,9 @@ def choice_table(links: Links) -> str:
             ],
             [
                 "tiny batches, as in decoding",
-                "[`ExpertTensorParallel`](tensor_parallelism.md)",
+                "[`ExpertTensorParallel`](expert_parallelism.md#tensor-parallelism)",
                 f"one token: the fullest of 8 ranks reads {fullest_rank(128, 8, 8):.1f} experts on average; "
-                "with F split each reads an eighth of 8, 1.0",
+                "with F split each reads 1.0",
             ],
         ],
     )
@@ -348,6 +362,7 @@ def tables(layers: dict[str, Layer], links: Links) -> dict[str, str]:
     return {
         "choice": choice_table(links),
         "rates": rate_table(links),
+        "errors": error_table(links),
         "runs": run_table(links),
         "steps": step_table(layers, links),
         "model": model_table(links),
@@ -355,6 +370,9 @@ def tables(layers: dict[str, Layer], links: Links) -> dict[str, str]:
         "capacity": capacity_table(layers, links),
         "imbalance": imbalance_table(links),
     }
+
+
+ONLY_PRINTED = {"rates", "runs", "model"}  # not on the page
 
 
 def filled(page: str, texts: dict[str, str], mark: str = "scaling") -> str:
@@ -424,7 +442,7 @@ def main(argv: list[str] | None = None) -> None:
         print("\n\n".join(f"{name}\n\n{text}" for name, text in texts.items()))
         return
     old = options.page.read_text()
-    new = filled(old, texts)
+    new = filled(old, {name: text for name, text in texts.items() if name not in ONLY_PRINTED})
     if options.check and new != old:
         raise SystemExit(f"{options.page} is out of date: python benchmarks/scaling.py --page {options.page}")
     if not options.check:

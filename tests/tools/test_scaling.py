@@ -172,16 +172,20 @@ def test_the_page_has_what_the_program_prints(load, tmp_path, capsys):
     text = PAGE.read_text()
     scaling.main([])
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert printed and printed == [line for line in text.splitlines() if line.startswith("|")]
-    page.write_text(text.replace("| 601 µs |", "| 602 µs |"))
+    texts = scaling.tables(scaling.LAYERS, scaling.Links())
+    assert printed == [line for table in texts.values() for line in table.splitlines()]
+    texts = [table for name, table in texts.items() if name not in scaling.ONLY_PRINTED]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert lines == [line for table in texts for line in table.splitlines()]
+    page.write_text(text.replace("| qwen3-30b, 5.7 |", "| qwen3-30b, 5.8 |"))
     with pytest.raises(SystemExit, match="out of date"):
         scaling.main(["--page", str(page), "--check"])
     scaling.main(["--page", str(page)])
     assert page.read_text() == text
     with pytest.raises(SystemExit, match="out of date"):
         scaling.main(["--page", str(page), "--check", "--infiniband", "90"])
-    page.write_text(text.replace("<!-- scaling: runs -->", ""))
-    with pytest.raises(SystemExit, match="--page: expected markers .* runs"):
+    page.write_text(text.replace("<!-- scaling: steps -->", ""))
+    with pytest.raises(SystemExit, match="--page: expected markers .* steps"):
         scaling.main(["--page", str(page)])
 
 
@@ -228,6 +232,20 @@ def test_measured_layers_have_rows(load, monkeypatch):
         said = f"| qwen3-30b, EP 4, {exchange}, beyond the experts alone | 3,000 µs |"
         assert f"{said} {found.time - found.compute:,.0f} µs |" in table
     assert "not measured yet" not in table and table.count("beyond the experts alone") == 2
+
+
+def test_every_run_is_of_a_kind(load):
+    """The page has the least and the largest error of each kind, so those of all runs, too."""
+    scaling, links = load("scaling"), load("scaling").Links()
+    errors = [f"{round(model / run - 1, 2) + 0:+.0%}" for _, _, run, model in scaling.runs(links)]
+    rows = [row.strip("| ").split(" | ") for row in scaling.error_table(links).splitlines()[2:]]
+    assert rows.pop() == ["more than one host", "not measured"]
+    ends = {end for _, found in rows for end in found.split(" to ")}
+    assert ends <= set(errors) and {min(errors, key=_percent), max(errors, key=_percent)} <= ends
+
+
+def _percent(text: str) -> int:
+    return int(text.removesuffix("%"))
 
 
 @pytest.mark.parametrize(
