@@ -927,12 +927,14 @@ def tables() -> dict[str, str]:
     places: dict[str, list[str]] = {}
     for name, family in checkpoint.FAMILIES.items():
         places.setdefault(family.layouts[0]["experts.w1"].name, []).append(f"`{name}`")
-    rows = sorted(places.items(), key=lambda item: (-len(item[1]), item[0]))
-    families = [f"| `{place}` | {', '.join(sorted(names))} |" for place, names in rows]
-    refused = [f"| `{name}` | {why} |" for name, why in sorted(checkpoint.REFUSED.items())]
+    reasons: dict[str, list[str]] = {}
+    for name, why in checkpoint.REFUSED.items():
+        reasons.setdefault(why, []).append(f"`{name}`")
+    largest_first = sorted(places.items(), key=lambda item: (-len(item[1]), item[0]))
+    by_name = sorted((sorted(names), why) for why, names in reasons.items())
     return {
-        "families": "\n".join(["| the first weight | `model_type` |", "| --- | --- |", *families]),
-        "refused": "\n".join(["| `model_type` | why |", "| --- | --- |", *refused]),
+        "families": "\n".join(f"- `{place}`: {', '.join(sorted(names))}" for place, names in largest_first),
+        "refused": "\n".join(f"- {', '.join(names)}: {why}" for names, why in by_name),
     }
 
 

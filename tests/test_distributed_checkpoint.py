@@ -127,7 +127,7 @@ def ranks_of(layout):
 
 
 def shard(layer, layout):
-    """As docs/expert_parallelism.md does it."""
+    """As docs/fsdp2.md and docs/expert_parallelism.md do it."""
     dp, ep = LAYOUTS[layout]
     mesh = init_device_mesh("cpu", (dp or 1, ep), mesh_dim_names=("dp", "ep"))
     if ep > 1:

@@ -1,4 +1,4 @@
-"""docs/recipes.md: the parts that it puts together, against loops in plain PyTorch."""
+"""docs/training_loop.md: the layer that it puts together of functions, against a loop in plain PyTorch."""
 
 import torch
 from cases import F64
