@@ -118,8 +118,8 @@ def rate_table(links: Links) -> str:
             [
                 "InfiniBand, 400 Gb/s",
                 f"{links.infiniband:g} GB/s",
-                "https://github.com/deepseek-ai/DeepEP#performance: 90 GB/s on 2 hosts, 61 on 4, less the own "
-                "host's share, which it counts",
+                "https://github.com/deepseek-ai/DeepEP#performance: 90 GB/s on 2 hosts, 61 on 4, less the "
+                "own host's share, which it counts",
             ],
             ["memory, read + write", f"{links.copy:,.0f} GB/s", "`bench_kernels.py` on an H200"],
             ["counts to the host", f"{links.host_us:g} µs", "measured on four H200s: 62 to 67"],
@@ -321,7 +321,7 @@ def choice_table(links: Links) -> str:
                 f"no exchange: qwen3-30b's layer takes {alone:.1f} ms, with EP 8 {ms('qwen3-30b', 8, 'EP')}",
             ],
             [
-                "gathered layers fit, many tokens per GPU",
+                "two gathered layers and a gradient fit, many tokens per GPU",
                 "[FSDP2](fsdp2.md) alone",
                 "traffic does not grow with tokens: qwen3-30b's experts hide it from "
                 f"{hiding_tokens(qwen, 64, 1, links):,.0f} on; a 16B reaches {titan[0]:,.0f} tokens/s, "
