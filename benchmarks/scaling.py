@@ -181,7 +181,7 @@ def measured_layers(links: Links) -> Iterator[tuple[str, str, float, float]]:
 
 
 def error_table(links: Links) -> str:
-    """Of each kind of runs the range of the model's errors."""
+    """The least and the largest error of the model, for each kind of runs."""
     kinds = (
         (r"exchange, ", "six exchanges of a layer, 4 GPUs"),
         (r".* over FSDP2, ", "16B: EP 4 over FSDP2, the ratio"),
@@ -192,9 +192,9 @@ def error_table(links: Links) -> str:
         (r".*, static, beyond", "the same, shared memory, static"),
     )
     errors: dict[str, list[float]] = {}
-    for what, _, run, found in runs(links):
+    for what, _, run, model in runs(links):
         kind = next(name for pattern, name in kinds if re.match(pattern, what))
-        errors.setdefault(kind, []).append(round(found / run - 1, 2) + 0)
+        errors.setdefault(kind, []).append(round(model / run - 1, 2) + 0)
     rows = []
     for kind, found in errors.items():
         ends = sorted({min(found), max(found)})
