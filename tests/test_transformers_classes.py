@@ -1,4 +1,4 @@
-"""Every class of experts in transformers: what docs/transformers_models.md says of it, and what it computes.
+"""Every class of experts in transformers: what docs/transformers.md says of its model, and what it computes.
 
 The list is made from the installed transformers, so a release with a new class fails until the page has it.
 """
@@ -37,7 +37,7 @@ from fused_moe.transformers.experts import settings_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("registered")
 
-PAGE = Path(__file__).parent.parent / "docs" / "transformers_models.md"
+PAGE = Path(__file__).parent.parent / "docs" / "transformers.md"
 MODELS = Path(transformers.__file__).parent / "models"
 SIZES = {
     **dict.fromkeys(("hidden_size", "moe_hidden_size"), 37),
@@ -63,18 +63,36 @@ def classes() -> dict[str, type]:
     return found
 
 
-def page() -> tuple[str, dict[str, str]]:
-    """The version that the page is of, and what it says of each class."""
+def page() -> tuple[tuple[int, ...], str, dict[str, set[str]]]:
+    """How many classes run on our kernels, and of how many; the version; and what it says of each model."""
     text = PAGE.read_text()
-    rows = re.findall(r"^\| (\w+) \| `(\w+)` \| (.+) \|$", text, re.MULTILINE)
-    return re.search(r"transformers (\d+\.\d+)", text)[1], {
-        f"{model}.{name}": runs for model, name, runs in rows
-    }
+    sentence = r"(\d+) of the (\d+) classes of experts in transformers (\S+) "
+    ours, total, version = re.search(sentence, text).groups()
+    table = text.partition("\n## Model types\n")[2].partition("\n## ")[0]
+    models = {}
+    for activation, storage, names in re.findall(
+        r"^\| (\w[^|]+) \| ([^|]+) \| (\w+(?:, \w+)*) \|$", table, re.MULTILINE
+    ):
+        for name in names.split(", "):
+            models.setdefault(name, set()).add(f"{activation}: {storage}")
+    return (int(ours), int(total)), version, models
+
+
+NOT_OURS = "not on our kernels"
+
+
+def model_of(name: str) -> str:
+    return name.split(".")[0]
+
+
+def is_ours(name: str) -> bool:
+    return any(not runs.startswith(NOT_OURS) for runs in MODELS_OF_PAGE.get(model_of(name), ()))
 
 
 CLASSES = classes()
-VERSION, PAGE_ROWS = page() if PAGE.exists() else (None, {})
-needs_page = pytest.mark.skipif(not PAGE_ROWS, reason="needs docs/ beside tests/")
+COUNTS, VERSION, MODELS_OF_PAGE = page() if PAGE.exists() else (None, None, {})
+needs_page = pytest.mark.skipif(not MODELS_OF_PAGE, reason="needs docs/ beside tests/")
+OURS = [name for name in CLASSES if is_ours(name)]
 ALL_CLASSES = pytest.mark.parametrize("name", CLASSES)
 
 
@@ -104,16 +122,16 @@ def build(experts_class: type, **more) -> nn.Module:
 
 
 def described(experts: nn.Module) -> str:
-    """As the page says it."""
+    """As the page says it: activation and weights, or why not."""
     settings = settings_of(experts)
     if isinstance(settings, str):
-        return f"default path: {settings}"
+        return f"{NOT_OURS}: {settings}"
     if settings["layout"] == "separate":
         storage = ["ungated"]
     else:
         storage = [settings["layout"]]
     storage += ["transposed"] * experts.is_transposed + ["biases"] * experts.has_bias
-    return f"kernel: {settings['activation']}, {', '.join(storage)}"
+    return f"{settings['activation']}: {', '.join(storage)}"
 
 
 def skip_older() -> None:
@@ -122,22 +140,24 @@ def skip_older() -> None:
 
 
 @needs_page
-def test_the_page_has_every_class(cpu):
+def test_the_page_has_every_model(cpu):
     """And no other."""
     skip_older()
-    assert CLASSES.keys() - PAGE_ROWS.keys() == set(), f"add these to {PAGE.name}"
-    assert PAGE_ROWS.keys() - CLASSES.keys() == set(), (
+    models = {model_of(name) for name in CLASSES}
+    assert models - MODELS_OF_PAGE.keys() == set(), f"add these to {PAGE.name}"
+    assert MODELS_OF_PAGE.keys() - models == set(), (
         f"take these, which transformers has lost, from {PAGE.name}"
     )
+    assert (len(OURS), len(CLASSES)) == COUNTS
 
 
 @needs_page
 @ALL_CLASSES
 def test_the_page_says_what_runs(cpu, name):
     """The model's own configuration decides, with its activation and constants."""
-    if name not in PAGE_ROWS:
+    if model_of(name) not in MODELS_OF_PAGE:
         skip_older()
-    assert described(build(CLASSES[name])) == PAGE_ROWS[name]
+    assert described(build(CLASSES[name])) in MODELS_OF_PAGE[model_of(name)]
 
 
 # --- results ----------------------------------------------------------------------------------------------
@@ -149,9 +169,8 @@ def experts_of(name: str, device, dtype=F32) -> Experts:
     return Experts(lambda _: build(CLASSES[name], **values), device, dtype)
 
 
-OURS = [name for name in CLASSES if PAGE_ROWS.get(name, "").startswith("kernel")]
 # One class of each activation.
-ONE_OF_EACH = sorted({PAGE_ROWS[name].split(",")[0]: name for name in reversed(OURS)}.values())
+ONE_OF_EACH = sorted({min(MODELS_OF_PAGE[model_of(n)]).split(":")[0]: n for n in reversed(OURS)}.values())
 
 
 @pytest.mark.parametrize("name", OURS)
