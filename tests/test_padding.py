@@ -378,7 +378,7 @@ def new_tensors(layer, *args, **given) -> int:
     ),
 )
 def test_what_padding_adds_without_gradients(device, more, settings, hooked):
-    """What docs/inference.md says of launches: none, but for the shared experts' gate and foreign modules."""
+    """No launch, except for the gate of the shared experts and for foreign modules."""
     layer = FusedMoE(24, 20, E, K, **settings, device=device).eval()
     if hooked:
         layer.get_submodule(hooked).register_forward_hook(lambda module, args, result: None)
