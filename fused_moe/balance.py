@@ -6,17 +6,15 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .checks import check_group, fail
 from .expert_bias import joined, update_biases
 from .finding import layers_in
-from .module import NOTHING_COUNTED, LoadReport, report_of
+from .load_text import MOST_LINES, NOTHING_COUNTED, columns_of, titles
+from .module import LoadReport, report_of
 
-MOST_LINES = 36  # of a report, below its two lines of titles
-EDGES = (0.5, 1.0, 2.0, 4.0)  # between the columns of experts, as multiples of the mean load
-TITLES = ("idle", "<1/2", "<1", "<2", "<4", "4+")
 NAME_WIDTH = 24
 
 
@@ -74,12 +72,12 @@ class ModelLoadReport(NamedTuple):
         if not self.max_over_mean:
             return NOTHING_COUNTED
         rows = list(self.layers.items())
-        folded = -(-len(rows) // MOST_LINES)
+        folded = -(-len(rows) // (MOST_LINES - 2))  # two lines are titles
         rows = [max(rows[i : i + folded], key=_imbalance) for i in range(0, len(rows), folded)]
         which = f", the worst of each {folded}" if folded > 1 else ""
         first = f"load of {len(self.layers)} layers{which}; experts by their load over the mean"
-        titles = f"{'layer':{NAME_WIDTH}}{'tokens':>10}{'max/mean':>10}" + "".join(f"{t:>6}" for t in TITLES)
-        return "\n".join([first, titles, *(_line(name, report) for name, report in rows)])
+        second = f"{'layer':{NAME_WIDTH}}{'tokens':>10}{'max/mean':>10}{titles()}"
+        return "\n".join([first, second, *(_line(name, report) for name, report in rows)])
 
 
 def load_report(model: nn.Module) -> ModelLoadReport:
@@ -114,12 +112,4 @@ def _line(name: str, report: LoadReport) -> str:
         name = ".." + name[3 - NAME_WIDTH :]
     total = int(report.tokens.sum())
     tokens = f"{total:,}" if total < 10**7 else f"{total:.2e}"
-    experts = "".join(f"{n:6d}" for n in _experts_by_load(report.tokens))
-    return f"{name:{NAME_WIDTH}}{tokens:>10}{report.max_over_mean:10.2f}{experts}"
-
-
-def _experts_by_load(tokens: Tensor) -> list[int]:
-    """How many experts are in each column."""
-    busy = tokens[tokens > 0].double()
-    columns = torch.bucketize(busy * len(tokens) / busy.sum(), torch.tensor(EDGES).double(), right=True)
-    return [len(tokens) - len(busy), *columns.bincount(minlength=len(EDGES) + 1).tolist()]
+    return f"{name:{NAME_WIDTH}}{tokens:>10}{report.max_over_mean:10.2f}{columns_of(report.tokens)}"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import checks, function
+from . import checks, function, load_text
 from .activation import CONSTANTS, activate, activation_of
 from .counting import Counting
 from .expert_bias import KeepsExpertBias, check_expert_bias, update_biases
@@ -48,12 +48,6 @@ class RouterLosses(NamedTuple):
     z: Tensor
 
 
-NOTHING_COUNTED = (
-    "load: nothing counted since the last update of the bias; read it before optimizer.step(); only training "
-    "passes count"
-)
-
-
 class LoadReport(NamedTuple):
     """How many tokens each expert got since the last update of the bias."""
 
@@ -63,17 +57,7 @@ class LoadReport(NamedTuple):
     idle: int  # experts without tokens
 
     def __str__(self) -> str:
-        if not self.tokens.any():
-            return NOTHING_COUNTED
-        bars = "\n".join(
-            f"  {e:6d}  {int(n):10d}  {s:7.2%}  {'#' * round(40 * s / peak)}"
-            for peak in [float(self.share.max())]
-            for e, (n, s) in enumerate(zip(self.tokens.tolist(), self.share.tolist(), strict=True))
-        )
-        return (
-            f"load: the busiest expert has {self.max_over_mean:.2f}x the mean, {self.idle} of "
-            f"{len(self.tokens)} experts are idle\n  expert      tokens    share\n{bars}"
-        )
+        return load_text.of_layer(self.tokens, self.max_over_mean, self.idle)
 
 
 def report_of(tokens: Tensor) -> LoadReport:

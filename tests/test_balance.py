@@ -215,24 +215,42 @@ def test_report(device):
     assert report.layers["even"].tokens.sum() == 20
 
 
-@pytest.mark.parametrize("num_layers", (1, 36, 37, 60, 200))
+@pytest.mark.parametrize("num_layers", (1, 22, 23, 48, 200))
 def test_a_report_fits_a_screen(cpu, num_layers):
-    """80 columns, 38 lines: of neighbours the least balanced one, and the least balanced of all."""
+    """80 columns, 24 lines: of neighbours the least balanced one, and the least balanced of all."""
     layers = [counted(*[i % 7 + 1] * 2, 8, 1000 + i) for i in range(num_layers)]
     blocks = torch.nn.ModuleList(torch.nn.ModuleDict({"block_sparse_moe": layer}) for layer in layers)
     report = load_report(torch.nn.ModuleDict({"layers": blocks}))
     assert len(report.layers) == num_layers
     lines = str(report).splitlines()
-    assert len(lines) <= 38 and all(len(line) <= 80 for line in lines)
-    assert len(lines) == 2 + -(-num_layers // -(-num_layers // 36))
+    assert len(lines) <= 24 and all(len(line) <= 80 for line in lines)
+    assert len(lines) == 2 + -(-num_layers // -(-num_layers // 22))
     shown = {line.split()[2] for line in lines[2:]}
     assert f"{report.max_over_mean:.2f}" in shown
-    if num_layers == 60:
-        assert lines[0] == "load of 60 layers, the worst of each 2; experts by their load over the mean"
+    if num_layers == 48:
+        assert lines[0] == "load of 48 layers, the worst of each 3; experts by their load over the mean"
         assert [line.split()[0] for line in lines[2:4]] == [
             "..rs.0.block_sparse_moe",
-            "..rs.2.block_sparse_moe",
+            "..rs.3.block_sparse_moe",
         ]
+
+
+@pytest.mark.parametrize("num_experts", (20, 21, 256, 1024))
+def test_the_report_of_a_layer_fits_a_screen(cpu, num_experts):
+    """80 columns, 24 lines: of more than 20 experts the busiest ones and the least busy ones."""
+    tokens = torch.arange(num_experts).roll(5) * 1_000_000
+    lines = str(counted(*tokens.tolist()).load_report()).splitlines()
+    assert len(lines) <= 24 and all(len(line) <= 80 for line in lines)
+    assert lines[0].endswith(f"x the mean, 1 of {num_experts} experts are idle")
+    shown = [int(line.split()[0]) for line in lines if line.split()[0].isdigit()]
+    if num_experts == 20:
+        assert shown == [*range(20)]
+        return
+    order = [e % num_experts for e in range(num_experts + 4, 4, -1)]  # the busiest first
+    assert shown == order[:12] + order[-6:]
+    assert lines[1].split() == ["over", "the", "mean", "idle", "<1/2", "<1", "<2", "<4", "4+"]
+    assert sum(map(int, lines[2].split()[1:])) == num_experts and int(lines[2].split()[1]) == 1
+    assert f"     ...  {num_experts - 18} others" in lines
 
 
 def test_report_before_any_token(device):
