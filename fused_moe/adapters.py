@@ -46,7 +46,8 @@ def add_lora(
 
     Args:
         module: whose FusedMoE layers have no adapters of this name yet.
-        rank: of each expert's matrices. alpha: the scale is alpha / rank; by default 1.
+        rank: of each expert's matrices, >= 1.
+        alpha: the scale is alpha / rank; by default 1.
         targets: the weights that get some; w3 only where experts are gated.
         dtype: of the adapters: that of x, or float32, whose optimizer takes steps that 16 bits would lose;
             default: the weights'.
@@ -57,7 +58,15 @@ def add_lora(
         The module.
 
     Raises:
-        TypeError, ValueError: before anything is changed, with what was expected and what was found.
+        TypeError: for a wrong type or dtype, before anything is changed.
+        ValueError: for a wrong shape or value, before anything is changed.
+
+    Example:
+        >>> moe = fused_moe.add_lora(fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2), rank=2, alpha=4)
+        >>> [name for name, p in moe.named_parameters() if p.requires_grad and "lora" in name][:2]
+        ['experts.lora.a1', 'experts.lora.b1']
+        >>> moe.experts.w1.requires_grad
+        False
     """
     fn = "add_lora"
     layers = list(experts_in(fn, module).values())
@@ -111,26 +120,27 @@ def set_lora(module: nn.Module, names: str | tuple[str, ...] | None) -> ExitStac
     """Chooses which adapters of a module's experts compute: one, several, whose outputs add up, or none.
 
     It holds from the call on, for all threads. Used as a context it holds until the end of the context, in
-    which no adapters should be added:
-
-        with torch.no_grad(), fused_moe.set_lora(model, None):  # the base model, a reference policy
-            reference = model(x)
-
-    Several adapters compute as one of all their ranks; no weight is merged. With None the layer takes the
-    path of one without adapters. Adapters that do not compute get no gradient, and requires_grad stays as it
-    is. So DistributedDataParallel needs `find_unused_parameters`, or `requires_grad_(False)` of those before
-    it wraps the module. Backward of a checkpointed forward pass runs it again: choose the same for both, or
-    gradients are wrong, often without an error.
+    which no adapters should be added. Several adapters compute as one of all their ranks; no weight is
+    merged. With None the layer takes the path of one without adapters. Adapters that do not compute get no
+    gradient, and requires_grad stays as it is. So DistributedDataParallel needs `find_unused_parameters`, or
+    `requires_grad_(False)` of those before it wraps the module. Backward of a checkpointed forward pass runs
+    it again: choose the same for both, or gradients are wrong, often without an error.
 
     Args:
-        module: with adapters. names: one, or several, or None. A layer without adapters of these names
-            computes without.
+        module: with adapters.
+        names: one, or several, or None. A layer without adapters of these names computes without.
 
     Returns:
         A context, which sets back at its end what computed before.
 
     Raises:
-        TypeError, ValueError: for names that no experts have, say. Nothing is changed.
+        TypeError: for names that are no strings.
+        ValueError: for names that no experts have. Nothing is changed.
+
+    Example:
+        >>> moe = fused_moe.add_lora(fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2), rank=2)
+        >>> with torch.no_grad(), fused_moe.set_lora(moe, None):  # the base model, a reference policy
+        ...     reference = moe(torch.randn(5, 8))
     """
     layers = _adapted("set_lora", module)
     names = () if names is None else _checked_names("set_lora", names, layers.values())
@@ -157,7 +167,8 @@ def merge_lora(
     `ExpertParallel`.
 
     Args:
-        module: with adapters. names: one, or several; by default those that compute.
+        module: with adapters.
+        names: one, or several; by default those that compute.
         requantize: quantised weights that have such adapters become sums that are quantised again, in the
             weight's own format: with a new rounding error, which is often larger than the adapters. Needs
             weights that are not sharded, and memory for one in float32.
@@ -166,9 +177,18 @@ def merge_lora(
         The module.
 
     Raises:
-        TypeError, ValueError: before anything is changed: quantised weights without `requantize`, say.
+        TypeError: for names that are no strings.
+        ValueError: before anything is changed: for names that no experts have, and for quantised weights
+            without `requantize`.
 
     Source: LoRA (arXiv 2106.09685, 4.1), "no additional inference latency".
+
+    Example:
+        >>> moe = fused_moe.add_lora(fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2), rank=2)
+        >>> x = torch.randn(5, 8)
+        >>> before = moe(x)
+        >>> torch.allclose(fused_moe.merge_lora(moe)(x), before, atol=1e-6)
+        True
     """
     fn = "merge_lora"
     layers = _adapted(fn, module)
@@ -197,20 +217,27 @@ def merge_lora(
 
 
 def remove_lora(module: nn.Module, names: str | tuple[str, ...] | None = None) -> nn.Module:
-    """Takes adapters away. Where none is left, parameters that `add_lora` froze require gradients again.
+    """Removes adapters. Where none is left, parameters that `add_lora` froze require gradients again.
 
     Those that required none before `add_lora` stay so; what was frozen after it is not known. A router that
     it froze is found if `module` has its layer. An optimizer still has the removed parameters. Under
     `fully_shard` their memory is freed with the model.
 
     Args:
-        module: with adapters. names: one, or several; by default all.
+        module: with adapters.
+        names: one, or several; by default all.
 
     Returns:
         The module.
 
     Raises:
-        TypeError, ValueError: for names that no experts have, say. Nothing is changed.
+        TypeError: for names that are no strings.
+        ValueError: for names that no experts have. Nothing is changed.
+
+    Example:
+        >>> moe = fused_moe.add_lora(fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2), rank=2)
+        >>> fused_moe.remove_lora(moe).experts.w1.requires_grad
+        True
     """
     fn = "remove_lora"
     layers = _adapted(fn, module)
@@ -226,20 +253,28 @@ def remove_lora(module: nn.Module, names: str | tuple[str, ...] | None = None) -
 
 
 def lora_state_dict(module: nn.Module, name: str = DEFAULT, *, full: bool = False) -> dict[str, Tensor]:
-    """The adapters of one name alone, with their scales, without copying.
+    """Returns the adapters of one name alone, with their scales, without copying.
 
     Keys are those of `module.state_dict()` for the name "default", whatever the name: `load_lora_state_dict`
     loads them under any name, and `load_state_dict(strict=False)` as "default".
 
     Args:
-        module: with adapters. name: of the adapters.
+        module: with adapters.
+        name: of the adapters.
         full: gather DTensors, of `fully_shard` and `ExpertParallel`, into whole tensors. All ranks call it.
 
     Returns:
         {key: tensor}: a1, b1, ... (E, rank, in) and (E, out, rank), and `scaling` () float32.
 
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> moe = fused_moe.add_lora(fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2), rank=2, targets=("w1",))
+        >>> list(fused_moe.lora_state_dict(moe))
+        ['experts.lora.a1', 'experts.lora.b1', 'experts.lora.scaling']
     """
     fn = "lora_state_dict"
     check_bool(fn, "full", full)
@@ -254,20 +289,30 @@ def lora_state_dict(module: nn.Module, name: str = DEFAULT, *, full: bool = Fals
 def load_lora_state_dict(
     module: nn.Module, state_dict: Mapping[str, Tensor], name: str = DEFAULT
 ) -> nn.Module:
-    """Copies adapters that `lora_state_dict` has returned into those of a name, which `add_lora` has made
-    with the same rank, targets and alpha. A file of version 0.2.0 or before has no scales: the adapters' own
-    stay, with a warning.
+    """Copies adapters that `lora_state_dict` has returned into those of a name.
+
+    `add_lora` has made these with the same rank, targets and alpha. A file of version 0.2.0 or before has no
+    scales: the adapters' own stay, with a warning.
 
     Args:
-        module: with adapters. state_dict: whole tensors, the same on all ranks, or DTensors. Values are cast
-            to the adapters' dtype. name: of the adapters that take them, whatever their name was.
+        module: with adapters.
+        state_dict: whole tensors, the same on all ranks, or DTensors. Values are cast to the adapters' dtype.
+        name: of the adapters that take them, whatever their name was.
 
     Returns:
         The module.
 
     Raises:
-        TypeError, ValueError: before anything is changed, for missing and unexpected keys, other shapes or
-            scales, and tensors without values.
+        TypeError: for values that are no dense floating tensors, before anything is changed.
+        ValueError: for missing and unexpected keys, other shapes or scales, and tensors without values,
+            before anything is changed.
+
+    Example:
+        >>> first, second = (fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2) for _ in range(2))
+        >>> saved = fused_moe.lora_state_dict(fused_moe.add_lora(first, rank=2))
+        >>> second = fused_moe.load_lora_state_dict(fused_moe.add_lora(second, rank=2), saved)
+        >>> torch.equal(second.experts.lora.a1, first.experts.lora.a1)
+        True
     """
     fn = "load_lora_state_dict"
     places = _named(fn, module, name)

@@ -21,7 +21,7 @@ NAME_WIDTH = 24
 def balance(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, group: dist.ProcessGroup | None = None
 ) -> RemovableHandle:
-    """Balances the load without auxiliary loss: updates the bias of every layer after each optimizer step.
+    """Balances the load without auxiliary loss: each optimizer step then updates the bias of every layer.
 
     Call it once, before training, for one of the model's optimizers. Each of its steps then ends with what
     `update_expert_bias` does, for every FusedMoE in the model that has a load_balance_coeff, with one
@@ -41,7 +41,18 @@ def balance(
         A handle. Its remove() ends the balancing.
 
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> moe = fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2, load_balance_coeff=1e-3)
+        >>> optimizer = torch.optim.SGD(moe.parameters(), lr=0.1)
+        >>> handle = fused_moe.balance(moe, optimizer)
+        >>> moe(torch.randn(5, 8)).sum().backward()
+        >>> optimizer.step()  # moves moe.expert_bias
+        >>> moe.tokens_per_expert.sum()
+        tensor(0)
     """
     fn = "balance"
     layers = [layer for layer in layers_in(fn, model, "model").values() if layer.expert_bias is not None]
@@ -54,13 +65,24 @@ def balance(
 
 
 class ModelLoadReport(NamedTuple):
-    """The load of each expert of each layer; `print` shows a line per layer."""
+    """The load of each expert of each layer of a model; `print` shows a line per layer, at most 24 in all.
 
-    layers: dict[str, LoadReport]  # by the layer's name in the model
+    Attributes:
+        layers: {the layer's name in the model: its LoadReport}.
+
+    Example:
+        >>> moe = fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2)
+        >>> _ = moe(torch.randn(5, 8))
+        >>> report = fused_moe.load_report(torch.nn.ModuleDict({"moe": moe}))
+        >>> list(report.layers), report.max_over_mean == report.layers["moe"].max_over_mean
+        (['moe'], True)
+    """
+
+    layers: dict[str, LoadReport]
 
     @property
     def max_over_mean(self) -> float:
-        """That of the least balanced layer."""
+        """The busiest expert's load over the mean, of the least balanced layer."""
         return max(report.max_over_mean for report in self.layers.values())
 
     @property
@@ -81,11 +103,12 @@ class ModelLoadReport(NamedTuple):
 
 
 def load_report(model: nn.Module) -> ModelLoadReport:
-    """The load of every FusedMoE in a model on this rank since the last update of its bias.
+    """Returns the load of every FusedMoE in a model on this rank since the last update of its bias.
 
-    `print` shows at most 38 lines of 80 columns: each layer's slots, its busiest expert's load over the mean,
-    and how many experts have which multiple of the mean. With more than 36 layers a line is the least
-    balanced of two or more neighbours. Counts are read from a GPU in one transfer.
+    `print` shows at most 24 lines of 80 columns: each layer's slots, its busiest expert's load over the mean,
+    and how many experts have which multiple of the mean. With more than 22 layers a line is the least
+    balanced of two or more neighbours. Counts are read from a GPU in one transfer. Call it before
+    optimizer.step(), which zeroes the counts if `balance` was called.
 
     Args:
         model: a module with at least one FusedMoE.
@@ -94,7 +117,16 @@ def load_report(model: nn.Module) -> ModelLoadReport:
         ModelLoadReport: `layers` has each layer's LoadReport by its name.
 
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: model is no nn.Module.
+        ValueError: model has no FusedMoE.
+
+    Example:
+        >>> model = torch.nn.Sequential(fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2))
+        >>> _ = model(torch.zeros(5, 8))
+        >>> print(fused_moe.load_report(model))
+        load of 1 layers; experts by their load over the mean
+        layer                       tokens  max/mean  idle  <1/2    <1    <2    <4    4+
+        0                               10      2.00     2     0     0     0     2     0
     """
     layers = layers_in("load_report", model, "model")
     counts = [layer.tokens_per_expert for layer in layers.values()]

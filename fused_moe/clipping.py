@@ -32,30 +32,40 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scales gradients in place, so that the norm of all of them is at most `max_norm`, as
-    `torch.nn.utils.clip_grad_norm_` does, also where they are plain tensors and DTensors of several meshes:
-    `ExpertParallel` beside `fully_shard`, HSDP, tensor parallelism.
+    """Scales gradients in place, so that the norm of all of them is at most `max_norm`.
 
-    The norm is that of all elements, each counted once however many ranks hold it. A plain tensor is taken to
-    be the same on all ranks; stages of a pipeline know nothing of each other. A DTensor's gradient that is a
-    partial sum is reduced first, and stays so. A parameter's `main_grad` is clipped if there is no .grad, or
-    Megatron's `grad_added_to_main_grad`. Without DTensors and main_grads this calls PyTorch's function.
+    It does what `torch.nn.utils.clip_grad_norm_` does, also where gradients are plain tensors and DTensors of
+    several meshes: `ExpertParallel` beside `fully_shard`, HSDP, tensor parallelism. The norm is that of all
+    elements, each counted once however many ranks hold it. A plain tensor is taken to be the same on all
+    ranks; stages of a pipeline know nothing of each other. A DTensor's gradient that is a partial sum is
+    reduced first, and stays so. A parameter's `main_grad` is clipped if there is no .grad, or Megatron's
+    `grad_added_to_main_grad`. Without DTensors and main_grads this calls PyTorch's function.
 
     Args:
         parameters: one tensor or several, in the same order on all ranks. All ranks call the function, those
             without gradients too.
-        max_norm, norm_type, error_if_nonfinite, foreach: as PyTorch's. With DTensors norm_type > 0, inf
-            among them. The host waits for the device with error_if_nonfinite alone.
+        max_norm: as PyTorch's.
+        norm_type: as PyTorch's. With DTensors it is > 0; inf is allowed.
+        error_if_nonfinite: as PyTorch's. The host waits for the device with it alone.
+        foreach: as PyTorch's.
 
     Returns:
         The norm before clipping, a plain tensor, the same on all ranks. With DTensors or main_grads it is
         float32, or float64 if a parameter is; norms of 16-bit gradients are not rounded to 16 bits.
 
     Raises:
-        TypeError, ValueError: with what was expected and what was found: numbers, tensors, and with DTensors
-            or main_grads norm_type > 0.
+        TypeError: for parameters that are no tensors, and settings that are no numbers.
+        ValueError: for norm_type <= 0 with DTensors or main_grads.
         RuntimeError: on every rank, for a norm that is not finite, with error_if_nonfinite; and on CPUs where
             ranks have other parameters (on GPUs a device-side assertion).
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.zeros(2))
+        >>> p.grad = torch.tensor([3.0, 4.0])
+        >>> fused_moe.clip_grad_norm_([p], max_norm=1.0)
+        tensor(5.)
+        >>> p.grad.norm() <= 1.0
+        tensor(True)
     """
     held = _checked(parameters)
     check_real(FN, "max_norm", max_norm, finite=False)

@@ -59,8 +59,9 @@ def peak_scale(peak: Tensor, largest: float = 448.0) -> Tensor:
 
 
 class Fp8Weights:
-    """The e4m3 codes and scales of the experts' weights, as `fp8_weights` makes them. They do not follow the
-    weights: after an optimizer's step make new ones.
+    """The e4m3 codes and scales of the experts' weights, as `fp8_weights` makes them.
+
+    They do not follow the weights: after an optimizer's step make new ones.
 
     Attributes:
         up: codes (E, H, D) uint8, the bytes of float8_e4m3fn, scales (E, H / 128, D / 128) float32, and both
@@ -68,7 +69,11 @@ class Fp8Weights:
             layout; without a gate H = F.
         down: the same of w2, (E, D, F).
         layout: of the weights, or "ungated".
-        shape: (E, D, F).
+
+    Example:
+        >>> codes = fused_moe.fp8_weights(torch.randn(2, 128, 128), torch.randn(2, 128, 128))
+        >>> codes
+        Fp8Weights(E=2, D=128, F=128, layout='ungated', device='cpu')
     """
 
     def __init__(self, up: tuple[Tensor, ...], down: tuple[Tensor, ...], layout: str):
@@ -76,10 +81,12 @@ class Fp8Weights:
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """(E, D, F)."""
         return tuple(self.down[0].shape)
 
     @property
     def device(self) -> torch.device:
+        """The device of codes and scales."""
         return self.down[0].device
 
     @property
@@ -88,7 +95,7 @@ class Fp8Weights:
         return sum(t.nbytes for t in (*self.up, *self.down))
 
     def to(self, device) -> Fp8Weights:
-        """A copy on another device; itself if it is there."""
+        """Returns a copy on another device; itself if it is there."""
         up, down = ([t.to(device) for t in tensors] for tensors in (self.up, self.down))
         return self if down[0] is self.down[0] else Fp8Weights(up, down, self.layout)
 
@@ -100,24 +107,39 @@ class Fp8Weights:
 def fp8_weights(
     w1: Tensor, w2: Tensor, w3: Tensor | None = None, *, layout: str = "separate", transposed: bool = False
 ) -> Fp8Weights:
-    """The weights of experts as e4m3 codes, one float32 scale for each block of 128x128, and the same codes
-    transposed, which backward reads. `fused_experts(..., fp8=...)` takes them; with fp8=True it makes them
-    itself, in every call. Made once, they serve all micro-batches until the optimizer's step.
+    """Quantises the weights of experts for FP8 training, once for several calls.
+
+    The result has e4m3 codes, one float32 scale for each block of 128x128, and the same codes transposed,
+    which backward reads. `fused_experts(..., fp8=...)` takes it; with fp8=True it makes them itself, in every
+    call. Made once, they serve all micro-batches until the optimizer's step.
 
     scale = peak / 448, peak being the block's largest magnitude, and 1 where that is 0. code = value *
     (1 / scale), rounded to the nearest, ties to even. A NaN makes its block NaN. Source of the blocks:
     DeepSeek-V3 (arXiv 2412.19437, 3.3).
 
     Args:
-        w1, w2, w3, layout, transposed: as those of `fused_experts`, w1 and w3 of one dtype, float32 or
-            bfloat16. D and F are multiples of 128. No gradient goes through the result.
+        w1: as that of `fused_experts`, float32 or bfloat16. D and F are multiples of 128.
+        w2: as that of `fused_experts`, float32 or bfloat16.
+        w3: as that of `fused_experts`, of w1's dtype.
+        layout: as that of `fused_experts`.
+        transposed: as that of `fused_experts`.
 
     Returns:
-        `Fp8Weights` on the weights' device, 2 bytes for each element of a weight.
+        `Fp8Weights`, through which no gradient goes, on the weights' device, 2 bytes for each element of a
+        weight.
 
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
         RuntimeError: on a GPU that does not multiply FP8 by FP8 (`info()["compute"]["fp8"]`).
+
+    Example:
+        >>> w1, w2, w3 = torch.randn(3, 2, 128, 128)
+        >>> fp8 = fused_moe.fp8_weights(w1, w2, w3)
+        >>> scores, ids = fused_moe.route(torch.randn(5, 2), top_k=1)
+        >>> fused_moe.fused_experts(torch.randn(5, 128), w1, w2, w3, scores, ids, fp8=fp8).shape
+        torch.Size([5, 128])
     """
     fn = "fp8_weights"
     check_layout(fn, layout)

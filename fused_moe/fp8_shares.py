@@ -17,12 +17,19 @@ _current: Fp8Shares | None = None
 
 
 class Fp8Shares:
-    """Shares of codes, of the calls within `fp8_shares`.
+    """The shares of codes that are zero or saturated, in the calls within `fp8_shares`; `print` shows a
+    table.
 
     Attributes:
         counts: {name: (4,) int64 on the calls' device: codes, and of them those that are zero, at the limit
             and NaN}. Names are x, w1 (with w3's rows), w2, a, and after backward dout, dh and, where weight
             gradients are FP8, dh by columns.
+
+    Example:
+        >>> shares = fused_moe.Fp8Shares()
+        >>> shares.add("x", torch.tensor([0, 1, 2, 0x7E], dtype=torch.uint8))
+        >>> shares.zero("x"), shares.saturated("x")
+        (0.25, 0.25)
     """
 
     def __init__(self):
@@ -52,7 +59,7 @@ class Fp8Shares:
 
     @torch.no_grad()
     def add(self, name: str, codes: Tensor, num_rows: Tensor | None = None) -> None:
-        """Counts bytes; of a matrix with num_rows () its first rows, since others hold anything."""
+        """Counts codes, uint8; of a matrix with num_rows () its first rows, since others hold anything."""
         magnitude = codes & 0x7F
         found = torch.stack([magnitude == code for code in (0, LARGEST, NAN)])
         counted = torch.ones_like(magnitude, dtype=torch.bool)
@@ -62,8 +69,10 @@ class Fp8Shares:
         self.counts[name] = self.counts[name] + total if name in self.counts else total
 
     def add_call(self, x: Tensor, fp8, made: tuple, link_t, plan, y: Tensor, wgrad: int) -> None:
-        """Counts those of a call's forward pass, and has its backward pass count its own. `made` and link_t
-        are results of fp8_up and fp8_up_weights, whose gradients are dh's codes."""
+        """Counts those of a call's forward pass, and has its backward pass count its own.
+
+        `made` and link_t are results of fp8_up and fp8_up_weights, whose gradients are dh's codes.
+        """
         link, _, _, a, *_ = made
         num_rows = plan.offsets[-1]
         self.add("x", codes_of_rows(x.detach()))
@@ -88,13 +97,21 @@ def codes_of_rows(x: Tensor) -> Tensor:
 
 @contextmanager
 def fp8_shares() -> Iterator[Fp8Shares]:
-    """Counts zero and saturated codes in the calls within it that train in FP8, and in their backward passes,
-    whenever these run. It takes about as long as the calls themselves; nothing waits for the GPU until a
-    share is read. A forward pass that checkpointing runs again counts twice, compiled calls not at all.
+    """Counts zero and saturated codes in the calls within it that train in FP8, and in their backward passes.
 
-        with fused_moe.fp8_shares() as shares:
-            model(x).sum().backward()
-        print(shares)
+    Backward passes are counted whenever they run. Counting takes about as long as the calls themselves;
+    nothing waits for the GPU until a share is read. A forward pass that checkpointing runs again counts
+    twice, compiled calls not at all.
+
+    Yields:
+        Fp8Shares, which grow with each call.
+
+    Example:
+        >>> moe = fused_moe.FusedMoE(128, 768, num_experts=2, top_k=1, fp8=True)
+        >>> with fused_moe.fp8_shares() as shares:
+        ...     moe(torch.randn(4, 128, requires_grad=True)).sum().backward()
+        >>> sorted(shares.counts)
+        ['a', 'dh', 'dout', 'w1', 'w2', 'x']
     """
     global _current
     before, _current = _current, Fp8Shares()

@@ -137,10 +137,12 @@ def enable_fp8(
     keep_codes: bool = False,
     force: bool = False,
 ) -> nn.Module:
-    """Trains the experts of every FusedMoE in a module in FP8: all their GEMMs, forward and backward,
-    multiply e4m3 by e4m3, as `fused_experts(..., fp8=True)` does. Parameters stay as they are, so optimizers,
-    state_dicts, DistributedDataParallel and FSDP2 see nothing new. Router, shared experts and the combine
-    stay as they are, too.
+    """Trains the experts of every FusedMoE in a module in FP8.
+
+    All their GEMMs, forward and backward, multiply e4m3 by e4m3, as `fused_experts(..., fp8=True)` does.
+    Parameters stay as they are, so optimizers, state_dicts, DistributedDataParallel and FSDP2 see nothing
+    new. Router, shared experts and the combine stay as they are, too. Source: DeepSeek-V3 (arXiv 2412.19437,
+    3.3).
 
     Layers whose experts are too narrow or too many to gain (F < 768, or E > 16 * K) keep their dtype, with a
     warning. Only a layer's sizes decide about that, never the number of tokens.
@@ -164,8 +166,15 @@ def enable_fp8(
         The module.
 
     Raises:
-        TypeError, ValueError: before anything is changed, with what was expected and what was found.
+        TypeError: for a wrong type or dtype, before anything is changed.
+        ValueError: for a wrong shape or value, before anything is changed.
         RuntimeError: in a call, on a GPU that does not multiply FP8 by FP8 (`info()["compute"]["fp8"]`).
+
+    Example:
+        >>> moe = fused_moe.FusedMoE(128, 768, num_experts=4, top_k=2)
+        >>> moe = fused_moe.enable_fp8(moe)
+        >>> moe.experts.fp8
+        Fp8Training(wgrad='auto', keep_codes=False)
     """
     fn = "enable_fp8"
     for name, flag in (("enabled", enabled), ("keep_codes", keep_codes), ("force", force)):

@@ -66,8 +66,9 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
     Args:
         x: (T, D), floating. T may be 0.
-        weight: (E, D), bias: (E,), E from 1 to 1024, of x's dtype, or both float32 beside a bfloat16 or
-            float16 x, and on its device (cast under autocast, as for linear).
+        weight: (E, D), E from 1 to 1024, of x's dtype, or float32 beside a bfloat16 or float16 x, and on its
+            device (cast under autocast, as for linear).
+        bias: (E,) of weight's dtype.
 
     Returns:
         (T, E) float32 (float64 for float64 x), differentiable in x, weight and bias. Their gradients have
@@ -75,7 +76,14 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         a 16-bit x a float32 weight is rounded for x's gradient alone.
 
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> x, weight = torch.randn(5, 8), torch.randn(3, 8)
+        >>> fused_moe.router_logits(x, weight).shape
+        torch.Size([5, 3])
     """
     fn = "router_logits"
     check_input(fn, "x", x, 2)
@@ -99,7 +107,7 @@ def route(
     ids: Tensor | None = None,
     num_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Chooses the K best experts of every token: scores of all experts, fused with top-k.
+    """Chooses the K best experts of every token, and returns their scores and ids.
 
     Ties go to the lowest expert id. Slots are sorted by what the choice was made by (score, plus bias if
     there is one), best first; given ids keep their order. NaN logits, and +inf under softmax, give NaN
@@ -136,7 +144,17 @@ def route(
         ids (T, K) int32.
 
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
+        >>> scores, ids = fused_moe.route(logits, top_k=2, route_norm=True)
+        >>> ids
+        tensor([[1, 2]], dtype=torch.int32)
+        >>> scores.round(decimals=2)
+        tensor([[0.7300, 0.2700]])
     """
     check_input("route", "logits", logits, 2)
     groups = (num_expert_groups, num_limited_groups, group_score)
@@ -186,7 +204,7 @@ def route_plan(
     max_rows: int | None = None,
     dropped_rows: Tensor | None = None,
 ) -> Plan:
-    """The plan of expert ids: a stable sort of the slots by expert.
+    """Sorts the slots of expert ids by expert, and returns the row maps as a `Plan`. The sort is stable.
 
     Args:
         ids: (T, K) of any integer dtype; a slot whose id is outside [0, E) gets no row.
@@ -194,10 +212,22 @@ def route_plan(
         expert_map: (E_global,) int32, which of the E experts an id stands for, -1 for remote experts. Ids
             outside [0, E_global) get no row. On the CPU, values outside [-1, E) raise; on a GPU the host
             never reads them, and they are remote.
-        max_rows, dropped_rows: as those of `fused_experts`.
+        max_rows: as that of `fused_experts`.
+        dropped_rows: as that of `fused_experts`.
+
+    Returns:
+        A `Plan` with R = min(T*K, max_rows) rows. It serves `fused_experts`, `unpermute` and the operators.
 
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> ids = torch.tensor([[1, 0], [1, 2]], dtype=torch.int32)
+        >>> plan = fused_moe.route_plan(ids, num_experts=3)
+        >>> plan.counts.tolist(), plan.token_row.tolist()
+        ([1, 2, 1], [[1, 0], [2, 3]])
     """
     check_input("route_plan", "ids", ids, 2, INTEGERS)
     check_num_experts("route_plan", num_experts)
@@ -208,15 +238,24 @@ def route_plan(
 
 
 def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:
-    """The plan of `num_rows` contiguous rows, already grouped by expert. It has no row maps.
+    """Makes the plan of `num_rows` contiguous rows that are grouped by expert already.
 
     Args:
         counts: (E,) of any integer dtype, >= 0, with a sum of at most num_rows. On a GPU the host never reads
             them.
         num_rows: R, with the rows past counts.sum(), which are no expert's.
 
+    Returns:
+        A `Plan` without row maps: row r is token r.
+
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> fused_moe.plan_from_counts(torch.tensor([2, 0, 3]), num_rows=5).offsets.tolist()
+        [0, 2, 2, 5]
     """
     fn = "plan_from_counts"
     check_input(fn, "counts", counts, 1, INTEGERS)
@@ -230,14 +269,26 @@ def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:
 
 
 def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Plan]:
-    """Copies every token to the rows of its experts. Rows are grouped by expert.
+    """Copies every token to the rows of its experts, which are grouped by expert.
 
     Args:
-        x: (T, D), floating. ids: (T, K) int32 or int64; a slot whose id is outside [0, E) gets no row.
+        x: (T, D), floating.
+        ids: (T, K) int32 or int64; a slot whose id is outside [0, E) gets no row.
         num_experts: E.
 
     Returns:
         rows (T*K, D), zero past the last row, differentiable in x; and the plan for `unpermute`.
+
+    Raises:
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> x, ids = torch.tensor([[1.0], [2.0]]), torch.tensor([[1], [0]])
+        >>> rows, plan = fused_moe.permute(x, ids, num_experts=2)
+        >>> rows.tolist()
+        [[2.0], [1.0]]
     """
     check_input("permute", "x", x, 2)
     check_ids("permute", ids, x)
@@ -257,7 +308,8 @@ def unpermute(
     """Sums every token's rows, weighted: out[t] = sum over k of scores[t, k] * rows[token_row[t, k]].
 
     Args:
-        rows: (T*K, D), floating. plan: from `permute` or `route_plan`.
+        rows: (T*K, D), floating.
+        plan: from `permute` or `route_plan`.
         scores: (T, K), any floating dtype; None: every row has weight 1.
         shared: (T, D) of rows' dtype (cast under autocast), added to the sum: the output of shared experts.
         shared_gate: logits (T,) or (T, 1) of any floating dtype; shared[t] is multiplied by their sigmoid.
@@ -265,6 +317,17 @@ def unpermute(
     Returns:
         (T, D) in rows' dtype, summed in float32 or wider and rounded once, differentiable in rows, scores,
         shared and shared_gate.
+
+    Raises:
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> x, ids = torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0], [0, 2]])
+        >>> rows, plan = fused_moe.permute(x, ids, num_experts=3)
+        >>> fused_moe.unpermute(rows, plan, scores=torch.full((2, 2), 0.5)).tolist()
+        [[1.0], [2.0]]
     """
     check_input("unpermute", "rows", rows, 2)
     check_plan_of_rows("unpermute", plan, rows)
@@ -291,18 +354,30 @@ ALPHA, LIMIT = 1.702, 7.0  # gpt-oss's
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *, bias: Tensor | None = None) -> Tensor:
-    """out[r] = a[r] @ b[e].T + bias[e] for the rows r of expert e, zero past the last row.
+    """Multiplies each expert's rows by its matrix: out[r] = a[r] @ b[e].T + bias[e] for the rows r of expert
+    e.
 
     On a GPU a row of the output and of a's gradient has the same bits among any others.
 
     Args:
-        a: (R, in), rows grouped by expert. b: (E, out, in), a's dtype (cast under autocast).
+        a: (R, in), floating, rows grouped by expert.
+        b: (E, out, in), a's dtype (cast under autocast).
         offsets: (E,) int32 cumulative ends on a's device, as torch._grouped_mm's offs. They rise from 0 to at
             most R; the values are checked on the CPU, and on a GPU the host never reads them.
         bias: (E, out), a's dtype (cast under autocast), added before the sum is rounded.
 
     Returns:
-        (R, out), differentiable in a and b, to any order, and in bias.
+        (R, out) in a's dtype, zero past the last row; differentiable in a and b, to any order, and in bias.
+
+    Raises:
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> a, b = torch.ones(3, 2), torch.stack([torch.eye(2), 2 * torch.eye(2)])
+        >>> fused_moe.grouped_mm(a, b, torch.tensor([1, 3], dtype=torch.int32)).tolist()
+        [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
     """
     fn = "grouped_mm"
     check_input(fn, "a", a, 2)
@@ -323,7 +398,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *, bias: Tensor | None = N
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch.nn.functional.linear by the kernels of `grouped_mm`: out = x @ weight.T + bias.
+    """Computes torch.nn.functional.linear by the kernels of `grouped_mm`: out = x @ weight.T + bias.
 
     On a GPU a token's output, and its gradient of x, have the same bits in every batch, where cuBLAS chooses
     its kernel by the number of tokens. docs/performance.md has what that costs. On the CPU the bits are the
@@ -331,15 +406,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Args:
         x: (..., in), floating; it may have no tokens.
-        weight: (out, in), bias: (out,), of x's dtype and on its device (cast under autocast). 16-bit widths
-            that are multiples of 8 run on Hopper's kernels.
+        weight: (out, in) of x's dtype and on its device (cast under autocast). 16-bit widths that are
+            multiples of 8 run on Hopper's kernels.
+        bias: (out,), as weight.
 
     Returns:
         (..., out) in x's dtype, the bias added before the sum is rounded; differentiable in x and weight, to
         any order, and in bias.
 
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> x, weight = torch.randn(2, 5, 8), torch.randn(3, 8)
+        >>> torch.allclose(fused_moe.linear(x, weight), x @ weight.T, atol=1e-5)
+        True
     """
     fn = "linear"
     if not isinstance(x, Tensor):
@@ -442,18 +525,18 @@ def fused_experts(
     fp8: Fp8Weights | bool | None = None,
     fp8_wgrad: str = "auto",
 ) -> Tensor:
-    """The routed experts of a layer: out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]).
+    """Computes the routed experts of a layer: out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]).
 
     expert(e)(x) = w2[e] @ (act(w1[e] @ x + b1[e]) * (w3[e] @ x + b3[e])) + b2[e].
     Only x, h (R, 2F), scores and the int32 row maps are saved for backward, R = min(T*K, max_rows). Double
     backward raises.
 
     Args:
-        x: (T, D). T may be 0.
-        w1, w2, w3: gate (E, F, D), down (E, D, F), up (E, F, D), all of x's dtype (cast under autocast).
-            w3=None with layout "separate" computes act(w1 x), without a gate. The gradient of a weight
-            that requires none is not computed. Each may be a QuantizedWeight, which is frozen, unless
-            `transposed`.
+        x: (T, D), floating. T may be 0.
+        w1: gate (E, F, D) of x's dtype (cast under autocast), as w2 and w3. Each may be a QuantizedWeight,
+            which is frozen, unless `transposed`. The gradient of a weight that requires none is not computed.
+        w2: down (E, D, F).
+        w3: up (E, F, D). None with layout "separate" computes act(w1 x), without a gate.
         scores: (T, K), any floating dtype; used in float32 (float64 for float64 x).
         ids: (T, K) int32 or int64. Ids outside [0, E) are treated as remote: their slots are not computed,
             contribute zero and get a zero score gradient. So ids that are off by one go unnoticed here;
@@ -461,8 +544,9 @@ def fused_experts(
         b1, b2, b3: biases (E, F), (E, D), (E, F); b1 is (E, 2F) in w1's layout when packed.
         activation: silu, gelu, gelu_tanh, relu, swiglu_clamped (gpt-oss), swiglu_limited (DeepSeek-V4), relu2
             (Nemotron) or situ (Kimi K3); `fused_moe/activation.py` has the formulas.
-        alpha: of swiglu_clamped; of situ > 0. limit: of swiglu_clamped and swiglu_limited >= 0, inf clamps
-            nothing; of situ finite and > 0. The other activations do not use them.
+        alpha: of swiglu_clamped; of situ, where it is > 0. The other activations do not use it.
+        limit: of swiglu_clamped and swiglu_limited, >= 0, where inf clamps nothing; of situ, where it is
+            finite and > 0. The other activations do not use it.
         layout: "separate"; "halves": w1 is (E, 2F, D), gate rows then up rows; "interleaved": w1 is
             (E, 2F, D) or (E, F, 2, D), gate0, up0, gate1, ... With the last two w3 is None.
         transposed: weights are stored (E, D, F or 2F) and (E, F, D), as gpt-oss does.
@@ -489,8 +573,8 @@ def fused_experts(
         lora: adapters that are added to the weights' GEMMs. Beside it and beside quantised weights
             main_grads raise.
         shared: (T, D) of x's dtype (cast under autocast), added to the sum before it is rounded: the output
-            of shared experts. shared_gate: logits (T,) or (T, 1) of any floating dtype; shared[t] is
-            multiplied by their sigmoid.
+            of shared experts.
+        shared_gate: logits (T,) or (T, 1) of any floating dtype; shared[t] is multiplied by their sigmoid.
         compute: how quantised weights are multiplied, "codes", "fp8", "int8", "int8_smooth" or "auto":
             `QuantizedWeight.set_compute` says what they are; default: what the weights say. All but "codes"
             want three quantised weights of one format as published (`eight_bit_tensors`), x of bfloat16 or
@@ -512,7 +596,16 @@ def fused_experts(
         adapters, shared and shared_gate.
 
     Raises:
-        TypeError, ValueError: before an operator runs, with what was expected and what was found.
+        TypeError: for a wrong type or dtype, before an operator runs.
+        ValueError: for a wrong shape, device, value or combination, before an operator runs.
+        RuntimeError: in a backward with a compute other than "codes", and in a double backward.
+
+    Example:
+        >>> T, D, F, E, K = 5, 8, 16, 4, 2
+        >>> x, w1, w2, w3 = torch.randn(T, D), *(torch.randn(E, *s) for s in ((F, D), (D, F), (F, D)))
+        >>> scores, ids = fused_moe.route(torch.randn(T, E), K)
+        >>> fused_moe.fused_experts(x, w1, w2, w3, scores, ids).shape
+        torch.Size([5, 8])
     """
     weights, biases, constants = (w1, w2, w3), (b1, b2, b3), (alpha, limit)
     return experts_and_counts(
@@ -783,15 +876,29 @@ def grouped_mlp(
 ) -> Tensor:
     """Applies every expert to its own rows, which are contiguous, as a token dispatcher returns them.
 
+    The arguments that are not listed are those of `fused_experts`. Quantised weights have compute "codes".
+    With fp8_wgrad="auto" rows past counts.sum() are counted as an expert's.
+
     Args:
-        x_rows: (R, D): counts[0] rows of expert 0, then counts[1] of expert 1, ... Rows past counts.sum()
-            may hold garbage, which has no effect. Output and gradients are zero there.
+        x_rows: (R, D), floating: counts[0] rows of expert 0, then counts[1] of expert 1, ... Rows past
+            counts.sum() may hold garbage, which has no effect. Output and gradients are zero there.
+        w1: gate (E, F, D).
+        w2: down (E, D, F).
+        w3: up (E, F, D), or None.
         counts: (E,) of any integer dtype, on x_rows' device. On a GPU the host never reads them.
-        Other arguments: as those of `fused_experts`. Quantised weights have compute "codes". With
-            fp8_wgrad="auto" rows past counts.sum() are counted as an expert's.
 
     Returns:
-        (R, D), differentiable in x_rows, weights, biases and adapters.
+        (R, D) in x_rows' dtype, differentiable in x_rows, weights, biases and adapters.
+
+    Raises:
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> w1, w2, w3 = (torch.randn(3, *s) for s in ((16, 8), (8, 16), (16, 8)))
+        >>> fused_moe.grouped_mlp(torch.randn(6, 8), w1, w2, w3, torch.tensor([4, 0, 2])).shape
+        torch.Size([6, 8])
     """
     fn = "grouped_mlp"
     check_input(fn, "x_rows", x_rows, 2)

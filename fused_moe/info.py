@@ -20,7 +20,8 @@ WIDTH, INDENT = 80, 24  # of the printed report, and of its column of names
 
 
 class Info(dict):
-    """A nested dict that prints as an aligned report of at most 80 columns, but for paths."""
+    """What `info` returns: a nested dict that prints as an aligned report of at most 80 columns, but for
+    paths."""
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -40,7 +41,16 @@ def _lines(entries: dict, indent: str = ""):
 
 
 def info() -> Info:
-    """Versions, devices, the tiers with the reason why one is off, and how the library was built."""
+    """Reports versions, devices, the tiers with the reason why one is off, and how the library was built.
+
+    Returns:
+        A nested dict, which `print` shows as lines: "fused_moe", "torch", "python", "platform", "library",
+        "FUSED_MOE_TIER", "tiers", "compute", "calls", "cpu", "gpus" and "build".
+
+    Example:
+        >>> fused_moe.info()["tiers"]["cpu"]
+        'on'
+    """
     return Info(
         {
             "fused_moe": __version__,

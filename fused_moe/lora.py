@@ -37,6 +37,18 @@ class LoRA(NamedTuple):
     their gradients are float32. Under autocast, which casts both, it is any but float64.
 
     Source: LoRA (arXiv 2106.09685), one pair of matrices per expert.
+
+    Attributes:
+        a1: (E, rank, in) of w1, or None. So are a2 and a3, of w2 and w3.
+        b1: (E, out, rank) of w1, or None. So are b2 and b3.
+        scale: a float, alpha / rank.
+
+    Example:
+        >>> lora = fused_moe.LoRA(a1=torch.randn(4, 2, 8), b1=torch.zeros(4, 16, 2), scale=2.0)
+        >>> x, w1, w2 = torch.randn(5, 8), torch.randn(4, 16, 8), torch.randn(4, 8, 16)
+        >>> scores, ids = fused_moe.route(torch.randn(5, 4), top_k=2)
+        >>> fused_moe.fused_experts(x, w1, w2, None, scores, ids, lora=lora).shape
+        torch.Size([5, 8])
     """
 
     a1: Tensor | None = None
@@ -54,6 +66,7 @@ class LoRA(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
+        """a1, b1, a2, b2, a3 and b3."""
         return self[:6]
 
     @classmethod
@@ -66,19 +79,28 @@ class LoRA(NamedTuple):
         *,
         scale: float = 1.0,
     ) -> LoRA:
-        """The adapters of PEFT's `target_parameters`, as views.
+        """Takes the adapters of PEFT's `target_parameters`, as views.
 
         Args:
             num_experts: E.
-            w1, w2, w3: (lora_A.weight (E * rank, in), lora_B.weight (out, rank * E)) of each weight: rows of
-                lora_A are grouped by expert, columns of lora_B by rank. Older releases swapped in and out for
-                parameters (E, out, in); such adapters are not read.
+            w1: (lora_A.weight (E * rank, in), lora_B.weight (out, rank * E)): rows of lora_A are grouped by
+                expert, columns of lora_B by rank. Older releases swapped in and out for parameters
+                (E, out, in); such adapters are not read. None: no adapters of w1.
+            w2: likewise.
+            w3: likewise.
             scale: lora_alpha / rank, or lora_alpha / sqrt(rank) with use_rslora.
 
         Raises:
-            TypeError, ValueError: a width is not a multiple of E, say, or the ranks of a pair differ.
+            TypeError: something else than pairs of floating tensors.
+            ValueError: a width is not a multiple of E, the ranks of a pair differ, or there is no pair.
 
         Source: ParamWrapper of peft.tuners.lora.layer, version 0.21.
+
+        Example:
+            >>> pair = torch.randn(4 * 2, 8), torch.randn(16, 2 * 4)  # E = 4, rank 2
+            >>> lora = fused_moe.LoRA.from_peft(4, w1=pair)
+            >>> lora.a1.shape, lora.b1.shape
+            (torch.Size([4, 2, 8]), torch.Size([4, 16, 2]))
         """
         fn = "from_peft"
         check_num_experts(fn, num_experts)
@@ -104,7 +126,7 @@ class LoRA(NamedTuple):
         return cls(*pairs, scale)
 
     def to_peft(self) -> list[tuple[Tensor, Tensor] | None]:
-        """The inverse of `from_peft`: (lora_A.weight, lora_B.weight) of w1, w2 and w3."""
+        """Returns (lora_A.weight, lora_B.weight) of w1, w2 and w3: the inverse of `from_peft`."""
         for i, (a, b) in enumerate(self.pairs, 1):
             _check_pair("to_peft", i, a, b)
         return [
@@ -185,7 +207,8 @@ class Adapters(nn.Module):
         """Copies adapters, those of another framework say, into the parameters; takes their scale.
 
         Raises:
-            TypeError, ValueError: before anything is changed, with what was expected and what was found.
+            TypeError: for a wrong type or dtype, before anything is changed.
+            ValueError: for a wrong shape or value, before anything is changed.
         """
         fn = "load"
         _check_type(fn, lora)

@@ -27,11 +27,11 @@ def load_balancing_loss(
     group: dist.ProcessGroup | None = None,
     load: Tensor | None = None,
 ) -> Tensor:
-    """Switch Transformer's balance loss: E * sum over e of f_e * p_e, 1 when perfectly balanced.
+    """Computes Switch Transformer's balance loss: E * sum over e of f_e * p_e, 1 when perfectly balanced.
 
     f_e is the share of (token, slot) pairs sent to expert e, p_e the mean router probability of e: the
     token's scores divided by their sum over all experts.
-    Sources: Fedus et al., "Switch Transformers", 2021, equations 4 to 6, over K slots instead of one. Other
+    Source: Fedus et al., "Switch Transformers", 2021, equations 4 to 6, over K slots instead of one. Other
     scores than softmax's, and per_sequence: DeepSeek-V3 (arXiv 2412.19437), equations 17 to 20. group and
     load: Qiu et al., "Demons in the Detail" (arXiv 2501.11873), whose buffer of counts is `load`.
 
@@ -56,7 +56,14 @@ def load_balancing_loss(
         A scalar, differentiable in logits; 0 without tokens.
 
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> logits = torch.zeros(4, 2)  # all experts have the same probability
+        >>> fused_moe.load_balancing_loss(logits, torch.tensor([[0], [1], [0], [1]]), num_experts=2)
+        tensor(1.)
     """
     fn = "load_balancing_loss"
     logits = _checked(fn, logits, num_tokens, mask)
@@ -115,7 +122,7 @@ def load_balancing_loss(
 
 
 def router_z_loss(logits: Tensor, *, num_tokens: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-    """ST-MoE's z-loss: the mean over tokens of logsumexp(logits) squared; keeps logits small.
+    """Computes ST-MoE's z-loss: the mean over tokens of logsumexp(logits) squared, which keeps logits small.
 
     Source: Zoph et al., "ST-MoE", 2022, equation 5.
 
@@ -128,7 +135,13 @@ def router_z_loss(logits: Tensor, *, num_tokens: Tensor | None = None, mask: Ten
         A scalar, differentiable in logits; 0 without tokens.
 
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> fused_moe.router_z_loss(torch.zeros(4, 1))
+        tensor(0.)
     """
     logits = _checked("router_z_loss", logits, num_tokens, mask)
     real = _real(logits, num_tokens, mask)

@@ -42,19 +42,46 @@ PATIENCE = 256
 
 
 class RouterLosses(NamedTuple):
-    """Scalars that a trainer can add to its loss, each with its own coefficient."""
+    """The auxiliary losses of a router: scalars that a trainer adds to its loss, each with its own
+    coefficient.
+
+    Attributes:
+        load_balancing: () `load_balancing_loss` of the call.
+        z: () `router_z_loss` of the call.
+
+    Example:
+        >>> moe = fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2)
+        >>> out, losses = moe(torch.randn(5, 8), return_losses=True)
+        >>> loss = out.square().mean() + 0.01 * losses.load_balancing + 0.001 * losses.z
+    """
 
     load_balancing: Tensor
     z: Tensor
 
 
 class LoadReport(NamedTuple):
-    """How many tokens each expert got since the last update of the bias."""
+    """How many tokens each expert of a layer got since the last update of the bias.
 
-    tokens: Tensor  # (E,) slots of each expert
-    share: Tensor  # (E,) the same over their sum
-    max_over_mean: float  # 1.0 is a perfect balance
-    idle: int  # experts without tokens
+    `print` shows at most 24 lines of 80 columns: a bar for each expert; of more than 20 experts how many have
+    which multiple of the mean load, the 12 busiest and the 6 least busy.
+
+    Attributes:
+        tokens: (E,) int64 on the CPU, slots of each expert.
+        share: (E,) float32, the same over their sum.
+        max_over_mean: a float, the busiest expert's load over the mean; 1.0 is a perfect balance.
+        idle: an int, experts without tokens.
+
+    Example:
+        >>> moe = fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2)
+        >>> _ = moe(torch.randn(5, 8))
+        >>> moe.load_report().tokens.sum()
+        tensor(10)
+    """
+
+    tokens: Tensor
+    share: Tensor
+    max_over_mean: float
+    idle: int
 
     def __str__(self) -> str:
         return load_text.of_layer(self.tokens, self.max_over_mean, self.idle)
@@ -273,38 +300,42 @@ def _as_expert(linear: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 class FusedMoE(MoELayer, KeepsExpertBias, Counting):
-    """A Mixture-of-Experts feed-forward layer: router, routed experts, shared experts.
+    """A Mixture-of-Experts feed-forward layer: router, routed experts and shared experts.
 
     out = sum over k of scores[k] * w2[e](act(w1[e] x) * w3[e] x), e the k-th best expert of x, plus the
     shared experts. The sum is rounded once. Every tier has kernels for forward and backward;
     `fused_moe.info()` tells which tiers run.
 
     Args:
-        dim: D, model width. hidden_dim: F, width of one expert.
-        num_experts: E, 1 to 1024. top_k: K, experts per token, 1 to min(E, 32).
-        score_func, route_norm, route_scale, route_norm_eps, num_expert_groups, num_limited_groups,
-            group_score: as `fused_moe.route`.
+        dim: D, model width.
+        hidden_dim: F, width of one expert.
+        num_experts: E, 1 to 1024.
+        top_k: K, experts per token, 1 to min(E, 32).
+        score_func: as that of `route`, and so are route_norm, route_scale, route_norm_eps,
+            num_expert_groups, num_limited_groups and group_score.
         expert_scale: whether a parameter router.expert_scale (E,) is a factor on the scores of each expert,
             as Gemma 4's per_expert_scale. It starts at ones.
         num_shared_experts: dense experts next to the routed ones, as one MLP of width F * num_shared_experts.
         shared_expert_gate: multiply their output by sigmoid(gate(x)), as Qwen2-MoE does.
         latent_dim: L, width of the routed experts' input and output, if not D: they get latent_down(x), and
             latent_up takes their sum back to D, two linear layers without bias (LatentMoE of Nemotron 3
-            Super, Kimi K3). Router and shared experts get x. latent_norm: an RMSNorm before latent_up, as in
-            Kimi K3; its eps is 1e-5 and may be set.
+            Super, Kimi K3). Router and shared experts get x.
+        latent_norm: an RMSNorm before latent_up, as in Kimi K3; its eps is 1e-5 and may be set.
         load_balance_coeff: balance without auxiliary loss (DeepSeek-V3): an `expert_bias` is added for the
             top-k, and after each optimizer step `fused_moe.balance`, or a call of `update_expert_bias()`,
             moves it by this much up or down, less the mean over the experts. Without either nothing is
             balanced: after 256 training forward passes without an update the layer warns, except under
             torch.compile.
-        activation, alpha, limit: of routed and shared experts, as `fused_moe.fused_experts`. gated: whether
-            w3 exists.
-        bias: biases in the experts. gate_bias: a bias in the router's linear layer.
+        activation: of routed and shared experts, as that of `fused_experts`; and so are alpha and limit.
+        gated: whether w3 exists.
+        bias: biases in the experts.
+        gate_bias: a bias in the router's linear layer.
         router_dtype: torch.float32 makes the router's parameters and shared_expert_gate float32 beside
             bfloat16 or float16 experts. They stay so under `.to(dtype)`, under autocast, and when
             `load_state_dict(assign=True)` reads a 16-bit checkpoint. x stays 16-bit.
         fp8: train the routed experts in FP8, as `enable_fp8` with its defaults does.
-        device, dtype: of the parameters. expert_bias stays float32, and tokens_per_expert int64.
+        device: of the parameters.
+        dtype: of the parameters. expert_bias stays float32, and tokens_per_expert int64.
 
     `tokens_per_expert` (E,) counts the slots of this rank's training forward passes. It moves with the layer,
     but is no buffer: DistributedDataParallel would overwrite it by rank 0's.
@@ -316,9 +347,21 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
 
     In float16 an expert's act(gate) * up becomes inf beyond 65504, without a word: prefer bfloat16.
 
-    Shapes:
-        forward(x: (..., D)) -> (..., D). With return_losses=True -> ((..., D), RouterLosses), with
-        return_ids=True -> ((..., D), ids (..., K) int32), with both -> ((..., D), RouterLosses, ids).
+    A call takes x (..., D) and returns out (..., D). With return_losses=True it returns (out, RouterLosses),
+    with return_ids=True (out, ids (..., K) int32), with both (out, RouterLosses, ids).
+
+    Raises:
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong size, value or combination. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> moe = fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2, load_balance_coeff=1e-3)
+        >>> x = torch.randn(2, 5, 8, requires_grad=True)
+        >>> out = moe(x)
+        >>> out.sum().backward()
+        >>> out.shape, x.grad.shape
+        (torch.Size([2, 5, 8]), torch.Size([2, 5, 8]))
     """
 
     router_type = Router
@@ -431,11 +474,9 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
 
     @classmethod
     def from_hf(cls, config, layer: int | None = None, *, device=None, dtype=None, **overrides) -> FusedMoE:
-        """The layer of a Hugging Face model, with new weights. `fused_moe.checkpoint.load_layer` reads a
-        checkpoint's.
+        """Makes the layer of a Hugging Face model, with new weights.
 
-            config = {"model_type": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 32}
-            moe = FusedMoE.from_hf(config, load_balance_coeff=1e-3)
+        `fused_moe.checkpoint.load_layer` reads a checkpoint's.
 
         Args:
             config: a configuration of transformers, a dict as of config.json, or the path of a config.json or
@@ -443,13 +484,24 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
                 the model's; a field that config.json omits is what transformers' configuration class has. The
                 model types: `fused_moe.checkpoint.FAMILIES`.
             layer: its number in the model; None where all MoE layers are alike.
-            device, dtype: of the parameters.
+            device: of the parameters.
+            dtype: of the parameters.
             overrides: load_balance_coeff, router_dtype and fp8 as above. A router with a bias for the choice,
                 as DeepSeek-V3's, has load_balance_coeff=0.0, which holds the bias still.
 
+        Returns:
+            The layer.
+
         Raises:
+            TypeError: an override that is no argument of FusedMoE.
             ValueError: an unknown model_type, a field or a value that FusedMoE does not compute, a dense
                 layer, layers that differ with layer=None, or an override that contradicts the configuration.
+
+        Example:
+            >>> config = {"model_type": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 32}
+            >>> config |= {"num_experts": 8, "num_experts_per_tok": 2}
+            >>> fused_moe.FusedMoE.from_hf(config, load_balance_coeff=1e-3).experts.w1.shape
+            torch.Size([8, 32, 64])
         """
         layers = import_module(".checkpoint.layers", __package__)  # which imports this file
         return cls(**layers.settings_of(config, layer, overrides), device=device, dtype=dtype)
@@ -469,8 +521,11 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         return self
 
     def reset_parameters(self) -> None:
-        """Initialises every parameter again, as is needed after `to_empty`: uniform in +-1/sqrt(fan_in), as
-        nn.Linear, also those that are pruned or parametrised. Zeroes expert_bias and the counts."""
+        """Initialises every parameter again, as is needed after `to_empty`.
+
+        They are uniform in +-1/sqrt(fan_in), as those of nn.Linear, also those that are pruned or
+        parametrised. expert_bias and the counts become zero.
+        """
         for child in self.children():
             reset(child)
         if self.expert_bias is not None:
@@ -506,15 +561,18 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
                 graph serves any number.
             loss_mask: (...) bool: tokens that are False do not count in the losses. The layer computes them,
                 and tokens_per_expert counts them.
-            per_sequence, group, load: as those of `load_balancing_loss`; x (..., S, D) are sequences. With
-                load=moe.tokens_per_expert the balance loss is that of all training passes since the last
-                update of the bias, this one included once, also where checkpointing runs it twice.
+            per_sequence: as that of `load_balancing_loss`; x (..., S, D) are sequences.
+            group: as that of `load_balancing_loss`.
+            load: as that of `load_balancing_loss`. With load=moe.tokens_per_expert the balance loss is that
+                of all training passes since the last update of the bias, this one included once, also where
+                checkpointing runs it twice.
 
         Returns:
             out (..., D), or a tuple (out[, RouterLosses][, ids]) of what was asked for.
 
         Raises:
-            TypeError, ValueError: before the routed experts run, with what was expected and what was found.
+            TypeError: for a wrong type or dtype, before the routed experts run.
+            ValueError: for a wrong shape, device or value, before the routed experts run.
         """
         checks.check_tokens(FN, x, self.dim)
         if return_losses is not False:
@@ -675,8 +733,10 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
             update_biases([self], process_group)
 
     def load_report(self) -> LoadReport:
-        """The load of each expert on this rank since the last update of the bias; `print` shows bars."""
+        """Returns the load of each expert on this rank since the last update of the bias; `print` shows it.
+        """
         return report_of(self.tokens_per_expert)
 
     def extra_repr(self) -> str:
+        """What `print` shows of the layer beside its modules."""
         return f"load_balance_coeff={self.load_balance_coeff}" if self.load_balance_coeff else ""

@@ -53,7 +53,12 @@ ROUTED, ROUTED_UP, EXPERTS, UP_DOWN, FP8, EIGHT_BIT, QUANTIZED, COMPOSED, OTHER 
 
 
 class Choice(NamedTuple):
-    """The path of a call, and what kept it from faster ones."""
+    """The path of a call, and what kept it from faster ones.
+
+    Attributes:
+        path: what computes the routed experts.
+        reasons: sentences that say what kept the call from a faster path.
+    """
 
     path: Path
     reasons: tuple[str, ...] = ()
@@ -316,12 +321,14 @@ def path_of_experts(
 
 
 def path(layer: MoELayer, x: Tensor) -> Choice:
-    """Which path the call layer(x) takes as things are: with the grad mode, autocast and hooks of now.
+    """Tells which path the call layer(x) takes: with the grad mode, autocast and hooks of now.
+
     Nothing is computed. In a compiled call router and experts are apart; else it chooses alike. Parameters
     that FSDP2 gathers for a call are seen as they are between calls; of a compiled layer, give the layer.
 
     Args:
-        layer: a FusedMoE. x: (..., D), as the layer takes it.
+        layer: a FusedMoE.
+        x: (..., D), as the layer takes it.
 
     Returns:
         A `Choice`: `path`, what computes the routed experts, and `reasons`, sentences that say why router and
@@ -329,7 +336,15 @@ def path(layer: MoELayer, x: Tensor) -> Choice:
         It prints as lines.
 
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> moe = fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2)
+        >>> with torch.no_grad():
+        ...     print(fused_moe.path(moe, torch.randn(5, 8)))
+        experts: the router and both sides, and no gradient
     """
     fn = "path"
     if not isinstance(layer, MoELayer):

@@ -9,18 +9,32 @@ from torch import Tensor
 
 
 class Plan(NamedTuple):
-    """Rows grouped by expert. All tensors are int32, on the device of the ids or counts.
+    """The row maps of a call: which token and expert each row belongs to, without gradients.
 
-    The last three, the row maps, are None in a plan made from counts: there row r is token r. R is T * K, or
-    max_rows where that is less.
+    Rows are the slots that have an expert here, grouped by expert. All tensors are int32, on the device of
+    the ids or counts. R is T * K, or max_rows where that is less. The last three, the row maps, are None in a
+    plan made from counts: there row r is token r.
+
+    Attributes:
+        counts: (E,) rows of each expert.
+        offsets: (E+1,) first row of each expert, then the number of rows.
+        schedule: (8+4E,) the tile schedule of csrc/schedule.h; words past its lists are zeros.
+        row_token: (R,) token of each row, -1 past the last row.
+        row_slot: (R,) t * K + k of each row, -1 past the last row.
+        token_row: (T, K) row of each slot, -1 where a slot has none.
+
+    Example:
+        >>> plan = fused_moe.route_plan(torch.tensor([[1], [0], [1]]), num_experts=2)
+        >>> plan.counts.tolist(), plan.row_token.tolist()
+        ([1, 2], [1, 0, 2])
     """
 
-    counts: Tensor  # (E,)    rows of each expert
-    offsets: Tensor  # (E+1,)  first row of each expert, then the number of rows
-    schedule: Tensor  # (8+4E,) the tile schedule of csrc/schedule.h; words past its lists are zeros
-    row_token: Tensor | None  # (R,)    token of each row, -1 past the last row
-    row_slot: Tensor | None  # (R,)    t * K + k of each row, -1 past the last row
-    token_row: Tensor | None  # (T, K)  row of each slot, -1 where a slot has none
+    counts: Tensor
+    offsets: Tensor
+    schedule: Tensor
+    row_token: Tensor | None
+    row_slot: Tensor | None
+    token_row: Tensor | None
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -51,7 +51,17 @@ class Routes:
     GPU are read by the host once, here, and where those of a recording are first asked for.
 
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> routes = fused_moe.Routes([torch.tensor([[0, 1], [3, 2]])], num_experts=4)
+        >>> routes
+        Routes(layers=1, num_tokens=[2], top_k=[2])
+        >>> routes[0]
+        tensor([[0, 1],
+                [3, 2]], dtype=torch.uint8)
     """
 
     def __init__(self, layers: Sequence[Tensor], num_experts: int | Sequence[int] | None = None):
@@ -85,8 +95,26 @@ class Routes:
 
     @classmethod
     def from_tensor(cls, ids: Tensor, num_experts: int | None = None) -> Routes:
-        """The routes of ids (..., L, K), as samplers ship them: (N, L, K) for packed sequences, (B, S, L, K)
-        for padded ones, with -1 at padded positions. Tokens are those of `ids.flatten(0, -3)`."""
+        """Takes ids (..., L, K), as samplers ship them.
+
+        They are (N, L, K) for packed sequences, and (B, S, L, K) for padded ones, with -1 at padded
+        positions. Tokens are those of `ids.flatten(0, -3)`.
+
+        Args:
+            ids: (..., L, K) of an integer dtype.
+            num_experts: E.
+
+        Returns:
+            Routes of L layers.
+
+        Raises:
+            TypeError: for a wrong type or dtype.
+            ValueError: for a wrong shape, or an id outside [-1, E).
+
+        Example:
+            >>> fused_moe.Routes.from_tensor(torch.zeros(2, 5, 3, 1, dtype=torch.int32))
+            Routes(layers=3, num_tokens=[10, 10, 10], top_k=[1, 1, 1])
+        """
         fn = "Routes.from_tensor"
         if not isinstance(ids, Tensor):
             fail(TypeError, fn, "ids to be a tensor of shape (..., L, K)", type(ids).__name__)
@@ -106,7 +134,7 @@ class Routes:
         layers: Sequence[int] | None = None,
         num_experts: int | None = None,
     ) -> Routes:
-        """The routes of what vLLM returns as `routed_experts` (enable_return_routed_experts).
+        """Takes what vLLM returns as `routed_experts` (enable_return_routed_experts).
 
         vLLM has no record of a request's last token, which it has not run, and none of the first
         `routed_experts_prompt_start` tokens. In a replay the router chooses for tokens without a record.
@@ -121,10 +149,20 @@ class Routes:
                 None: all L.
             num_experts: E.
 
+        Returns:
+            Routes of L layers.
+
         Raises:
-            TypeError, ValueError: the message says what was expected and what was found.
+            TypeError: for a wrong type or dtype.
+            ValueError: for a wrong shape, device or value. The message says what was expected and what was
+                found.
 
         Source: vLLM 0.33.0, vllm/distributed/aux_output_connector.
+
+        Example:
+            >>> routed_experts = torch.zeros(4, 3, 2, dtype=torch.uint8)  # R = 4, L = 3, K = 2
+            >>> fused_moe.Routes.from_vllm(routed_experts, num_tokens=5, num_experts=8).num_tokens
+            [5, 5, 5]
         """
         fn = "Routes.from_vllm"
         requests = list(routed_experts) if isinstance(routed_experts, (list, tuple)) else [routed_experts]
@@ -164,9 +202,14 @@ class Routes:
         return cls.from_tensor(ids, num_experts)
 
     def to_tensor(self, batch_size: int | None = None) -> Tensor:
-        """ids (N, L, K). With batch_size = B of a recording whose calls had x (B, S_i, D), the prefill and
-        the decode steps of B sequences, say: (B, S, L, K) with S = sum of S_i, each sequence's tokens in a
-        row."""
+        """Returns ids (N, L, K), of layers that have one K and the same tokens.
+
+        With batch_size = B of a recording whose calls had x (B, S_i, D), the prefill and the decode steps of
+        B sequences, say, it returns (B, S, L, K) with S = sum of S_i, each sequence's tokens in a row.
+
+        Raises:
+            ValueError: layers differ in K or tokens, or batch_size does not divide the tokens of a call.
+        """
         fn = "Routes.to_tensor"
         if len(set(self.top_k)) > 1:
             fail(ValueError, fn, "layers of one K", self.top_k)
@@ -183,7 +226,8 @@ class Routes:
         return torch.cat([part.unflatten(0, (batch_size, -1)) for part in ids.split(self._calls[0])], 1)
 
     def select(self, tokens: slice | Tensor) -> Routes:
-        """The routes of some tokens, in the order given: a slice, or a tensor of indices or of bool (N,)."""
+        """Returns the routes of some tokens, in the order given: a slice, or a tensor of indices or bool
+        (N,)."""
         fn = "Routes.select"
         if not isinstance(tokens, (slice, Tensor)):
             fail(TypeError, fn, "tokens to be a slice or a tensor", type(tokens).__name__)
@@ -193,7 +237,7 @@ class Routes:
         return self._of([ids[tokens] for ids in self])
 
     def to(self, device) -> Routes:
-        """The same routes on a device."""
+        """Returns the same routes on a device."""
         return self._of([ids.to(device) for ids in self])
 
     @property
@@ -265,14 +309,11 @@ FINDERS: list[Callable[[nn.Module], tuple[int, int] | None]] = [
 def record_routing(model: nn.Module) -> Iterator[Routes]:
     """Records which experts each layer of a model chooses, for `replay_routing`.
 
-        with fused_moe.record_routing(model) as routes:
-            model(prompts)  # every call of a layer appends its tokens
-
-    Layers are those that the model has now, also inside DDP, FSDP and torch.compile, in the order of
-    `model.modules()`; a layer that is in several places is one. Every rank records its own tokens, also under
-    `ExpertParallel`. A forward pass that checkpointing runs again is recorded once. Padding of `num_tokens`
-    is recorded as -1. Contexts nest: each records all of its own. Compiled layers are compiled once more in
-    the first context, and not again.
+    Every call of a layer appends its tokens. Layers are those that the model has now, also inside DDP, FSDP
+    and torch.compile, in the order of `model.modules()`; a layer that is in several places is one. Every rank
+    records its own tokens, also under `ExpertParallel`. A forward pass that checkpointing runs again is
+    recorded once. Padding of `num_tokens` is recorded as -1. Contexts nest: each records all of its own.
+    Compiled layers are compiled once more in the first context, and not again.
 
     A captured CUDA graph runs no Python, so a capture inside raises: capture with return_ids=True.
 
@@ -283,7 +324,16 @@ def record_routing(model: nn.Module) -> Iterator[Routes]:
         Routes, which grow with each call.
 
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> moe = fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2)
+        >>> with fused_moe.record_routing(moe) as routes:
+        ...     _ = moe(torch.randn(5, 8))
+        >>> routes
+        Routes(layers=1, num_tokens=[5], top_k=[2])
     """
     layers = _layers_in("record_routing", model)
     routes = Routes([torch.empty(0, K, dtype=torch.uint8) for *_, K in layers], [E for _, _, E, _ in layers])
@@ -303,10 +353,6 @@ def record_routing(model: nn.Module) -> Iterator[Routes]:
 def replay_routing(model: nn.Module, routes: Routes) -> Iterator[None]:
     """Makes each layer of a model take the experts of `routes`, as its forward's `ids` do.
 
-        with fused_moe.replay_routing(model, routes):
-            loss = model(tokens)
-        loss.backward()
-
     Scores and gradients are the model's own at these experts. Each call of a layer takes as many tokens as it
     has, in order, so micro-batches may share one context, or have a context each with `routes.select`. A call
     that is given ids itself takes those, and none of the routes. Activation checkpointing by
@@ -325,8 +371,18 @@ def replay_routing(model: nn.Module, routes: Routes) -> Iterator[None]:
             device as they are taken, without waiting for it.
 
     Raises:
-        TypeError, ValueError: for routes of other layers, K or E; where a layer has more tokens than its
-            routes, or, at the end, fewer. The message says what was expected and what was found.
+        TypeError: routes are no Routes, or model is no nn.Module.
+        ValueError: for routes of other layers, K or E; where a layer has more tokens than its routes, or, at
+            the end, fewer. The message says what was expected and what was found.
+
+    Example:
+        >>> moe, x = fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2), torch.randn(5, 8)
+        >>> with fused_moe.record_routing(moe) as routes:
+        ...     _ = moe(x)
+        >>> with fused_moe.replay_routing(moe, routes):
+        ...     _, ids = moe(x, return_ids=True)
+        >>> torch.equal(ids, routes[0].int())
+        True
     """
     fn = "replay_routing"
     layers = _layers_in(fn, model)

@@ -50,10 +50,7 @@ def upcycle(
     generator: torch.Generator | None = None,
     **settings,
 ) -> FusedMoE:
-    """A FusedMoE whose experts are copies of a dense MLP, to train a dense model on (sparse upcycling).
-
-        for block in model.model.layers:
-            block.mlp = fused_moe.upcycle(block.mlp, num_experts=8, top_k=2)
+    """Makes a FusedMoE whose experts are copies of a dense MLP, to train a dense model on (sparse upcycling).
 
     With route_norm, and without noise, its output and the gradient of x are the dense MLP's, and the
     gradients of the experts' w1, w2 and w3 sum to those of the dense weights. The dense MLP stays as it is.
@@ -62,7 +59,7 @@ def upcycle(
     router starts with equal rows for the shards of a copy, so a token gets top_k / G whole copies (virtual
     groups), until training tells the shards apart. FLOPs per token are top_k / G times the dense MLP's.
 
-    Sources: Sparse Upcycling (Komatsuzaki et al., arXiv 2212.05055): copies, a fresh router, and
+    Source: Sparse Upcycling (Komatsuzaki et al., arXiv 2212.05055): copies, a fresh router, and
     normalised scores, which keep the function. Upcycling LLMs into MoE (He et al., arXiv 2410.07524):
     granularity, virtual groups, the factor on the output; it prefers scores that are not normalised. Noise as
     in Qwen1.5-MoE (random differences between the copies) and, on a fraction, Drop-Upcycling (Nakamura
@@ -72,11 +69,14 @@ def upcycle(
         mlp: a module with gate_proj, up_proj, down_proj (transformers), with w1 gate, w2 down, w3 up, or
             without a gate with up_proj and down_proj, w1 and w2, fc1 and fc2, or c_fc and c_proj, all
             nn.Linear; or a tuple (w1, w2, w3) or (w1, w2) of nn.Linear or of weights (out, in).
-        num_experts: E. top_k: K. Both are multiples of granularity, which divides the hidden width.
+        num_experts: E, a multiple of granularity.
+        top_k: K, a multiple of granularity.
+        granularity: G. It divides the hidden width.
         route_norm: scores of a token sum to 1, and FusedMoE's route_scale is G. Without it they do not, and
             route_scale is such that the output is the dense one where all logits are 0.
         noise: the standard deviation of normal noise on the experts' weights, as a part of each weight's own;
-            0.01 to 0.1, say. noise_fraction: the part of the elements that get some.
+            0.01 to 0.1, say.
+        noise_fraction: the part of the elements that get some.
         router_std: standard deviation of the router's weight.
         generator: draws router and noise; None: PyTorch's default.
         settings: others of FusedMoE: activation (default "silu"), score_func, load_balance_coeff, ...
@@ -85,8 +85,17 @@ def upcycle(
         The layer, with the weights' dtype and device.
 
     Raises:
-        TypeError, ValueError: for parts that are not those of such an MLP, and for a module that computes
-            something else with them: its output on a few tokens is compared.
+        TypeError: for parts of a wrong type or dtype, and for settings that the dense MLP decides.
+        ValueError: for parts that are not those of such an MLP, and for a module that computes something
+            else with them: its output on a few tokens is compared.
+
+    Example:
+        >>> w1, w2, w3 = (torch.nn.Linear(i, o, bias=False) for i, o in ((8, 16), (16, 8), (8, 16)))
+        >>> moe = fused_moe.upcycle((w1, w2, w3), num_experts=4, top_k=2)
+        >>> x = torch.randn(5, 8)
+        >>> dense = w2(torch.nn.functional.silu(w1(x)) * w3(x))
+        >>> torch.allclose(moe(x), dense, atol=1e-5)
+        True
     """
     _check_numbers(num_experts, top_k, granularity, noise, noise_fraction, router_std)
     check_bool(FN, "route_norm", route_norm)
