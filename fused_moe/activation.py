@@ -53,7 +53,26 @@ def activate(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Tensor:
-    """f(gate) * m(up), or f(gate) without up."""
+    """Computes f(gate) * m(up), or f(gate) without up, in plain PyTorch.
+
+    Args:
+        gate: (..., F), floating.
+        up: as gate, or None.
+        activation: silu, gelu, gelu_tanh, relu, swiglu_clamped, swiglu_limited, relu2 or situ.
+        alpha: as that of `fused_experts`.
+        limit: as that of `fused_experts`.
+
+    Returns:
+        A tensor like gate.
+
+    Raises:
+        KeyError: for another name of an activation.
+
+    Example:
+        >>> gate, up = torch.tensor([-1.0, 2.0]), torch.tensor([5.0, 3.0])
+        >>> fused_moe.reference.activate(gate, up, activation="relu2")
+        tensor([ 0., 12.])
+    """
     f, m = ACTIVATIONS[activation]
     value = f(gate, alpha, limit)
     return value if up is None else value * m(up, limit)

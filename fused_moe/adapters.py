@@ -272,7 +272,8 @@ def lora_state_dict(module: nn.Module, name: str = DEFAULT, *, full: bool = Fals
             found.
 
     Example:
-        >>> moe = fused_moe.add_lora(fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2), rank=2, targets=("w1",))
+        >>> moe = fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2)
+        >>> moe = fused_moe.add_lora(moe, rank=2, targets=("w1",))
         >>> list(fused_moe.lora_state_dict(moe))
         ['experts.lora.a1', 'experts.lora.b1', 'experts.lora.scaling']
     """

@@ -1,4 +1,4 @@
-"""fused_moe in axolotl: a plugin that makes a model's experts run on our kernels.
+"""fused_moe in axolotl: a plugin that makes a model's experts run on our kernels::
 
     plugins:
       - fused_moe.axolotl.FusedMoEPlugin
@@ -19,20 +19,34 @@ from .checks import fail
 
 
 class FusedMoEPlugin(BasePlugin):
-    """Registers "fused_moe" with transformers and PEFT, chooses it, and quantises experts on request."""
+    """Registers "fused_moe" with transformers and PEFT, chooses it, and quantises experts on request.
+
+    Example:
+        Needs axolotl, in whose configuration it is::
+
+            plugins:
+              - fused_moe.axolotl.FusedMoEPlugin
+    """
 
     def get_input_args(self) -> str:
+        """Returns the name of the class of the plugin's keys."""
         return f"{__name__}.FusedMoEArgs"
 
     def register(self, cfg) -> None:
-        """Before the configuration is validated. axolotl goes on without plugins that it cannot import, so
-        that transformers is too old has to be found here."""
+        """Registers with transformers, before the configuration is validated.
+
+        axolotl goes on without plugins that it cannot import, so a transformers that is too old has to be
+        found here.
+        """
         from .transformers import register
 
         register()
 
     def pre_lora_load(self, cfg, model) -> None:
-        """After the model has its implementation, and before its adapters. Merging needs float weights."""
+        """Quantises the experts, after the model has its implementation and before its adapters.
+
+        Merging needs float weights.
+        """
         if cfg.fused_moe_quantize and not cfg.merge_lora:
             from .transformers import quantize_experts
 

@@ -71,9 +71,6 @@ __all__ = ["ExpertParallel", "ParallelExperts"]
 class ExpertParallel(ParallelStyle):
     """Shards the experts of a `FusedMoE` over the ranks of a one-dimensional DeviceMesh.
 
-        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))
-        parallelize_module(model, mesh["ep"], {"blocks.*.moe": ExpertParallel()})
-
     It is a ParallelStyle, so one `parallelize_module` call can combine it with PyTorch's styles for the rest
     of a model. The experts' weights, biases and adapters become DTensors, Shard(0) on the mesh. Their names
     do not change, so full state dicts keep names and shapes. Router and shared experts are replicated. On
@@ -119,15 +116,25 @@ class ExpertParallel(ParallelStyle):
         max_tokens: the largest T of any call on any rank, only with symmetric, which needs it. T may differ
             between ranks.
 
-    Raises (where the style is applied, on all ranks):
-        TypeError: for a module that is neither FusedMoE nor its experts, or has experts of another type.
-        ValueError: for parameters that are DTensors already or have a main_grad, a mesh of several
-            dimensions, E not a multiple of N, or ranks whose layers or styles differ.
-        RuntimeError: with symmetric, if one rank cannot have the memory.
+    Raises:
+        TypeError: where the style is applied, on all ranks: for a module that is neither FusedMoE nor its
+            experts, or has experts of another type.
+        ValueError: there, for parameters that are DTensors already or have a main_grad, a mesh of several
+            dimensions, E not a multiple of N, or ranks whose layers or styles differ. In a forward pass, on
+            all ranks (with static it fails as for overflow), if D, K or dtype of the experts' inputs differ
+            between ranks, or C does; with symmetric also if a check of them fails on one rank.
+        RuntimeError: where the style is applied, with symmetric, if one rank cannot have the memory.
 
-    A forward pass raises ValueError on all ranks, or with static fails as for overflow, if D, K or dtype of
-    the experts' inputs differ between ranks, or C does; with symmetric also if a check of them fails on
-    one rank.
+    Source: GShard (arXiv 2006.16668, 3.2), with exact sizes instead of its padding.
+
+    Example:
+        Needs a process group, under torchrun.
+
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> from fused_moe.distributed import ExpertParallel
+        >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))  # doctest: +SKIP
+        >>> parallelize_module(model, mesh["ep"], {"blocks.*.moe": ExpertParallel()})  # doctest: +SKIP
     """
 
     def __init__(
@@ -203,7 +210,17 @@ class ExpertParallel(ParallelStyle):
 
 
 class ParallelExperts(Counting, Experts):
-    """The experts of a layer after `ExpertParallel`: this rank holds E/N of them, as DTensors."""
+    """The experts of a layer after `ExpertParallel`: this rank holds E/N of them, as DTensors.
+
+    Attributes:
+        dropped_rows: () int64, rows dropped by this rank since it was last zeroed.
+
+    Example:
+        Needs a process group, under torchrun.
+
+        >>> moe = parallelize_module(moe, mesh["ep"], ExpertParallel())  # doctest: +SKIP
+        >>> type(moe.experts), moe.experts.dropped_rows  # doctest: +SKIP
+    """
 
     counters = ("dropped_rows",)
     mesh: DeviceMesh
@@ -215,21 +232,24 @@ class ParallelExperts(Counting, Experts):
     max_tokens: int | None
     memory: SharedMemory
     peers: Peers | None  # with symmetric; None before the first call of experts without a router
-    dropped_rows: Tensor  # () int64, rows dropped by this rank since it was last zeroed
+    dropped_rows: Tensor
 
     def reset_parameters(self) -> None:
+        """Initialises this rank's experts again, and zeroes dropped_rows."""
         super().reset_parameters()
         self.dropped_rows.zero_()
 
     def check_takes_lora(self, fn: str) -> None:
+        """Raises where adapters cannot be added, as beside `fully_shard`."""
         _check_sharded_alone(fn, self, self.mesh, FN)
 
     def take_lora(self, name: str, adapters: Adapters) -> None:
+        """Takes adapters, as shards of this rank's experts."""
         _shard(adapters, self.mesh)
         super().take_lora(name, adapters)
 
     def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's x (T, D), scores and ids (T, K) -> out (T, D), counts (E,) of this rank's slots."""
+        """Takes this rank's x (T, D), scores and ids (T, K); returns out (T, D) and counts (E,) of its slots."""
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # before the exchange
         forward = self._forward_symmetric if self.symmetric else self._forward_by_all_to_all

@@ -733,8 +733,7 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
             update_biases([self], process_group)
 
     def load_report(self) -> LoadReport:
-        """Returns the load of each expert on this rank since the last update of the bias; `print` shows it.
-        """
+        """Returns the load of each expert on this rank since the last update of the bias; `print` shows it."""
         return report_of(self.tokens_per_expert)
 
     def extra_repr(self) -> str:

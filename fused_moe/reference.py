@@ -53,7 +53,16 @@ __all__ = [
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """logits (T, E) = x @ weight.T + bias in float32 or wider, of operands that autocast has rounded."""
+    """Computes `fused_moe.router_logits`: logits (T, E) = x @ weight.T + bias in float32 or wider.
+
+    Operands are those that autocast has rounded. Arguments are not checked.
+
+    Example:
+        >>> x, weight = torch.randn(5, 8), torch.randn(3, 8)
+        >>> expected = fused_moe.reference.router_logits(x, weight)
+        >>> torch.allclose(fused_moe.router_logits(x, weight), expected, atol=1e-5)
+        True
+    """
     operands = (x, weight, bias)
     if is_autocast_enabled(x):
         if x.dtype != torch.float64:
@@ -100,13 +109,19 @@ def route(
     ids: Tensor | None = None,
     num_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores (T, K) and expert ids (T, K) int32 of the K best experts of every token, or of given ids.
+    """Computes `fused_moe.route`: scores (T, K) and ids (T, K) int32 of every token's K best experts.
 
-    Without bias and groups the top-k is that of the logits, so it does not depend on how a tier rounds its
-    exponential. With them it is that of score + bias, as in torchtitan, among experts whose bias is not
-    -infinity. A token whose given ids are all -1 has the K best. Slots without an expert have id -1, score 0
-    and no gradient: those of other given ids outside [0, E), those of tokens from num_tokens on, and those
-    for which no expert is left.
+    Arguments are not checked. Without bias and groups the top-k is that of the logits, so it does not depend
+    on how a tier rounds its exponential. With them it is that of score + bias, as in torchtitan, among
+    experts whose bias is not -infinity. A token whose given ids are all -1 has the K best. Slots without an
+    expert have id -1, score 0 and no gradient: those of other given ids outside [0, E), those of tokens from
+    num_tokens on, and those for which no expert is left.
+
+    Example:
+        >>> logits = torch.randn(5, 4)
+        >>> expected, ids = fused_moe.reference.route(logits, top_k=2)
+        >>> torch.equal(fused_moe.route(logits, top_k=2)[1], ids)
+        True
     """
     logits = zero_padding(logits if logits.dtype == torch.float64 else logits.float(), num_tokens)
     all_scores = SCORES[score_func](logits)
@@ -182,10 +197,16 @@ def _schedule(counts: Tensor, num_rows: int) -> Tensor:
 def route_plan(
     ids: Tensor, num_experts: int, expert_map: Tensor | None = None, *, max_rows: int | None = None
 ) -> Plan:
-    """The plan of expert ids (T, K): a stable sort by expert. Ids outside [0, E) get no row, nor do the last
-    ones of the sort past max_rows.
+    """Computes `fused_moe.route_plan`: a stable sort of the slots of ids (T, K) by expert.
 
+    Arguments are not checked. Ids outside [0, E) get no row, nor do the last ones of the sort past max_rows.
     With expert_map (E_global,), id i is the expert expert_map[i]; ids outside [0, E_global) get no row.
+
+    Example:
+        >>> ids = torch.tensor([[1, 0], [1, 2]])
+        >>> expected = fused_moe.reference.route_plan(ids, num_experts=3)
+        >>> torch.equal(fused_moe.route_plan(ids, 3).token_row, expected.token_row)
+        True
     """
     size = ids.numel() if max_rows is None else min(max_rows, ids.numel())
     flat = ids.flatten().long()
@@ -214,21 +235,39 @@ def route_plan(
 
 
 def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:
-    """The plan of contiguous rows (num_rows, D), already grouped by expert."""
+    """Computes `fused_moe.plan_from_counts`: the plan of contiguous rows that are grouped by expert already.
+
+    Arguments are not checked.
+
+    Example:
+        >>> fused_moe.reference.plan_from_counts(torch.tensor([2, 0, 3]), num_rows=5).offsets.tolist()
+        [0, 2, 2, 5]
+    """
     counts = counts.long()
     offsets = F.pad(counts.cumsum(0), (1, 0)).int()
     return Plan(counts.int(), offsets, _schedule(counts, num_rows), None, None, None)
 
 
 def check_ids(ids: Tensor, num_experts: int) -> None:
-    """Raises ValueError if an id is outside [0, E), where the functions treat it as remote and skip its slot.
+    """Raises if an id is outside [0, E), where the functions treat it as remote and skip its slot.
 
     Ids that start at 1 would otherwise give every token the next expert, and the last expert's tokens none.
     The message has the number of such ids, the first one, and whether they look off by one. It reads the
     ids, so on a GPU the host synchronises: call it on the first batch only.
 
     Args:
-        ids: (T, K) of any integer dtype. num_experts: E.
+        ids: (T, K) of any integer dtype.
+        num_experts: E.
+
+    Raises:
+        TypeError: ids are no tensor of an integer dtype.
+        ValueError: an id is outside [0, E).
+
+    Example:
+        >>> fused_moe.reference.check_ids(torch.tensor([[0, 1]]), num_experts=2)
+        >>> fused_moe.reference.check_ids(torch.tensor([[1, 2]]), num_experts=2)
+        Traceback (most recent call last):
+        ValueError: ...they run from 1 to E, so subtract 1
     """
     fn = "check_ids"
     check_tensor(fn, "ids", ids, 2, INTEGERS)
@@ -246,7 +285,16 @@ def check_ids(ids: Tensor, num_experts: int) -> None:
 
 
 def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Plan]:
-    """rows (T*K, D): the token of every row, grouped by expert; zero past the last row."""
+    """Computes `fused_moe.permute`: rows (T*K, D), the token of every row, zero past the last row; and the
+    plan.
+
+    Arguments are not checked.
+
+    Example:
+        >>> x, ids = torch.tensor([[1.0], [2.0]]), torch.tensor([[1], [0]])
+        >>> fused_moe.reference.permute(x, ids, num_experts=2)[0].tolist()
+        [[2.0], [1.0]]
+    """
     plan = route_plan(ids, num_experts)
     return _permuted(x, plan), plan
 
@@ -264,9 +312,17 @@ def unpermute(
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
 ) -> Tensor:
-    """out[t] = sum over k of scores[t, k] * rows[token_row[t, k]] + sigmoid(shared_gate[t]) * shared[t].
+    """Computes `fused_moe.unpermute`: every token's rows, weighted by the scores and summed.
 
-    Summed in float32 or wider, rounded once. Without a gate shared[t] is added as it is.
+    out[t] = sum over k of scores[t, k] * rows[token_row[t, k]] + sigmoid(shared_gate[t]) * shared[t], summed
+    in float32 or wider and rounded once. Without a gate shared[t] is added as it is. Arguments are not
+    checked.
+
+    Example:
+        >>> x, ids = torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0], [0, 2]])
+        >>> rows, plan = fused_moe.reference.permute(x, ids, num_experts=3)
+        >>> fused_moe.reference.unpermute(rows, plan).tolist()
+        [[2.0], [4.0]]
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     has_row = (plan.token_row >= 0).unsqueeze(-1)
@@ -281,7 +337,16 @@ def unpermute(
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *, bias: Tensor | None = None) -> Tensor:
-    """out[r] = a[r] @ b[e].T + bias[e] for the rows r of expert e; zero past the last row."""
+    """Computes `fused_moe.grouped_mm`: out[r] = a[r] @ b[e].T + bias[e] for the rows r of expert e.
+
+    Rows past the last one are zero. Arguments are not checked.
+
+    Example:
+        >>> a, b, offsets = torch.randn(3, 2), torch.randn(2, 4, 2), torch.tensor([1, 3], dtype=torch.int32)
+        >>> expected = fused_moe.reference.grouped_mm(a, b, offsets)
+        >>> torch.allclose(fused_moe.grouped_mm(a, b, offsets), expected, atol=1e-5)
+        True
+    """
     out, first = [], 0
     biases = [None] * b.size(0) if bias is None else bias.unbind()
     for expert, expert_bias, end in zip(b.unbind(), biases, offsets.tolist(), strict=True):
@@ -291,6 +356,12 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *, bias: Tensor | None = N
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Computes `fused_moe.linear` by torch.nn.functional.linear.
+
+    Example:
+        >>> fused_moe.reference.linear(torch.randn(5, 8), torch.randn(3, 8)).shape
+        torch.Size([5, 3])
+    """
     return F.linear(x, weight, bias)
 
 
@@ -298,8 +369,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def dequantize(w: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
-    """The weight (E, out, in), one block after another: value = (code - zero) * scale in float32, rounded to
-    dtype (default: w's)."""
+    """Returns the values of a QuantizedWeight (E, out, in), computed one block after another.
+
+    value = (code - zero) * scale in float32, rounded to dtype (default: w's).
+
+    Example:
+        >>> w = fused_moe.quantize(torch.randn(2, 8, 64), "int8")
+        >>> torch.equal(fused_moe.reference.dequantize(w), w.dequantize())
+        True
+    """
     w = read(w)
     check_weight("dequantize", "", w)
     E, rows, cols = w.shape
@@ -379,7 +457,17 @@ def grouped_mlp(
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
     lora: LoRA | None = None,
 ) -> Tensor:
-    """Applies every expert to its own rows, one expert after another; zero past the last row."""
+    """Computes `fused_moe.grouped_mlp`, one expert after another; zero past the last row.
+
+    Arguments are not checked.
+
+    Example:
+        >>> w1, w2, w3 = (torch.randn(3, *s) for s in ((16, 8), (8, 16), (16, 8)))
+        >>> args = torch.randn(6, 8), w1, w2, w3, torch.tensor([4, 0, 2])
+        >>> expected = fused_moe.reference.grouped_mlp(*args)
+        >>> torch.allclose(fused_moe.grouped_mlp(*args), expected, atol=1e-3)
+        True
+    """
     w1, w2, w3 = (dequantize(w, x_rows.dtype) if isinstance(w, QuantizedWeight) else w for w in (w1, w2, w3))
     num_experts = w2.size(0)
     w1, w2, w3 = (
@@ -424,7 +512,18 @@ def fused_experts(
     fp8_wgrad: str = "auto",
     **experts,
 ) -> Tensor:
-    """out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]) + sigmoid(shared_gate[t]) * shared[t]."""
+    """Computes `fused_moe.fused_experts`, one expert after another.
+
+    out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]) + sigmoid(shared_gate[t]) * shared[t]. The
+    arguments in `experts` are those of `grouped_mlp`. Arguments are not checked.
+
+    Example:
+        >>> x, w1, w2, w3 = torch.randn(5, 8), *(torch.randn(4, *s) for s in ((16, 8), (8, 16), (16, 8)))
+        >>> args = x, w1, w2, w3, *fused_moe.route(torch.randn(5, 4), top_k=2)
+        >>> expected = fused_moe.reference.fused_experts(*args)
+        >>> torch.allclose(fused_moe.fused_experts(*args), expected, atol=1e-3)
+        True
+    """
     compute = mode_of("fused_experts", compute, (w1, w2, w3))
     if compute == "auto" and auto_takes_codes(ids.numel(), w2.size(0)):
         compute = "codes"
@@ -450,12 +549,16 @@ def fused_experts(
 
 
 def quantize_rows(rows: Tensor, format: str, *, power_of_two: bool = False) -> Tensor:
-    """The values of rows (R, width) that are rounded to 8 bits with one scale each: to e4m3, or, beside a
-    weight of format int8, to integers from -127 to 127.
+    """Returns the values of rows (R, width) that are rounded to 8 bits with one scale each.
 
-    scale = peak / largest in float32, peak being a row's largest magnitude and `largest` 448 or 127. It is 1
-    where the peak is 0, else at least 2^-120, and rounded up to a power of two if that is asked for. code =
-    value * (1 / scale), rounded to the nearest, ties to even. A NaN makes its row NaN.
+    They are rounded to e4m3, or, beside a weight of format int8, to integers from -127 to 127. scale = peak /
+    largest in float32, peak being a row's largest magnitude and `largest` 448 or 127. It is 1 where the peak
+    is 0, else at least 2^-120, and rounded up to a power of two if that is asked for. code = value * (1 /
+    scale), rounded to the nearest, ties to even. A NaN makes its row NaN.
+
+    Example:
+        >>> fused_moe.reference.quantize_rows(torch.tensor([[127.0, 1.4]]), "int8")
+        tensor([[127.,   1.]])
     """
     largest = 127.0 if format == "int8" else 448.0
     rows, wide = rows.float(), torch.promote_types(rows.dtype, torch.float32)
@@ -631,7 +734,16 @@ class _Experts(module.Experts):
 
 
 class FusedMoE(module.FusedMoE):
-    """FusedMoE with the same parameters, computed by this file's for-loop."""
+    """`fused_moe.FusedMoE` with the same parameters, computed by this file's for-loop over the experts.
+
+    Example:
+        >>> fused = fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2)
+        >>> plain = fused_moe.reference.FusedMoE(8, 16, num_experts=4, top_k=2)
+        >>> _ = plain.load_state_dict(fused.state_dict())
+        >>> x = torch.randn(5, 8)
+        >>> torch.allclose(fused(x), plain(x), atol=1e-5)
+        True
+    """
 
     router_type = _Router
     experts_type = _Experts

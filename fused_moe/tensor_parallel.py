@@ -49,9 +49,6 @@ DIM_OF_F = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2, "a2": 2}
 class ExpertTensorParallel(ParallelStyle):
     """Splits the hidden width F of a `FusedMoE`'s experts over the ranks of a one-dimensional DeviceMesh.
 
-        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
-        parallelize_module(model, mesh["tp"], {"blocks.*.moe": ExpertTensorParallel()})
-
     Every rank has all E experts: w1 and w3 become DTensors Shard(1), w2 Shard(2), the biases of w1 and w3
     Shard(1), b2 Replicate; adapters, which `add_lora` may also add afterwards, likewise. Shared experts are
     split in the same way. Names do not change, and full state dicts keep names and shapes. Router and
@@ -70,12 +67,24 @@ class ExpertTensorParallel(ParallelStyle):
             Partial(): nothing, each rank returns its partial sum.
         use_local_output: return a plain tensor, this rank's, in place of a DTensor.
 
-    Raises (where the style is applied, on all ranks if on one):
-        TypeError: for a module that is no FusedMoE, or whose experts have another type.
-        ValueError: for parameters that are DTensors already or have a main_grad, quantised weights, a layer
-            with latent_dim, linear layers of shared experts with hooks, a mesh of several dimensions, F of
-            routed or shared experts that is not a multiple of 8 * N (128 * N with FP8 training), or ranks
+    Raises:
+        TypeError: where the style is applied, on all ranks if on one: for a module that is no FusedMoE, or
+            whose experts have another type.
+        ValueError: there, for parameters that are DTensors already or have a main_grad, quantised weights, a
+            layer with latent_dim, linear layers of shared experts with hooks, a mesh of several dimensions, F
+            of routed or shared experts that is not a multiple of 8 * N (128 * N with FP8 training), or ranks
             with different layers or layouts.
+
+    Source: Megatron-LM's split of an MLP (arXiv 1909.08053, 3).
+
+    Example:
+        Needs a process group, under torchrun.
+
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> from fused_moe.tensor_parallel import ExpertTensorParallel
+        >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))  # doctest: +SKIP
+        >>> parallelize_module(model, mesh["tp"], {"blocks.*.moe": ExpertTensorParallel()})  # doctest: +SKIP
     """
 
     def __init__(

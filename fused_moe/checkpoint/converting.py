@@ -57,6 +57,8 @@ def convert(
 ) -> None:
     """Writes a checkpoint's folder in another layout. One layer and one shard are in memory.
 
+    `python -m fused_moe.convert` is its program.
+
     Args:
         source: the folder of a Hugging Face checkpoint; one that this function has made with to="fused_moe";
             or one of torchtitan's.
@@ -76,8 +78,27 @@ def convert(
         flavor: of torchtitan's model, from and to its layout.
 
     Raises:
-        TypeError, ValueError: with file and key, what was expected and found. Names, dtypes and shapes of all
-            layers are compared before anything is written. Nothing is left behind.
+        TypeError: for a wrong argument or dtype.
+        ValueError: for a wrong name, shape or setting, with file and key, what was expected and what was
+            found. Names, dtypes and shapes of all layers are compared before anything is written. Nothing is
+            left behind.
+
+    Example:
+        >>> import json, tempfile
+        >>> from pathlib import Path
+        >>> from fused_moe import checkpoint
+        >>> from safetensors.torch import save_file
+        >>> config = {"model_type": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 32}
+        >>> config |= {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+        >>> block, moe = checkpoint.blocks(config)[0], fused_moe.FusedMoE.from_hf(config)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     source = Path(folder) / "hf"
+        ...     source.mkdir()
+        ...     _ = (source / "config.json").write_text(json.dumps(config))
+        ...     save_file(dict(checkpoint.to_hf(block, moe.state_dict())), source / "model.safetensors")
+        ...     checkpoint.convert(source, f"{folder}/ours", to="fused_moe", progress=False)
+        ...     sorted(checkpoint.open_folder(f"{folder}/ours"))[0]
+        'model.layers.0.mlp.experts.w1'
     """
     check_choice(FN, "to", to, LAYOUTS)
     check_bool(FN, "dequantize", dequantize)
@@ -433,13 +454,27 @@ def load(
     Args:
         model: a module, whose FusedMoE layers are those of the checkpoint in their order; or a mapping of the
             layers' numbers in the checkpoint to them, which may leave some out.
-        source, config, dequantize: as those of `load_layer`.
+        source: as that of `load_layer`.
+        config: as that of `load_layer`.
+        dequantize: as that of `load_layer`.
 
     Raises:
-        TypeError, ValueError: with file and key, what was expected and what was found. Names, dtypes, shapes
-            and settings of all layers are compared before anything is written.
-        TypeError, ValueError, OSError, RuntimeError: the source could not be read. The text names the layer,
-            which is as it was, and the layers that are written.
+        TypeError: model has another type.
+        ValueError: a name, dtype, shape or setting is wrong, with file and key, what was expected and what
+            was found. All layers are compared before anything is written.
+        OSError: the source could not be read; also TypeError, ValueError or RuntimeError, by what reading it
+            raised. The text names the layer, which is as it was, and the layers that are written.
+
+    Example:
+        >>> from fused_moe import checkpoint
+        >>> config = {"model_type": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 32}
+        >>> config |= {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+        >>> block, moe = checkpoint.blocks(config)[0], fused_moe.FusedMoE.from_hf(config)
+        >>> tensors = dict(checkpoint.to_hf(block, moe.state_dict()))
+        >>> model = torch.nn.Sequential(fused_moe.FusedMoE.from_hf(config))
+        >>> checkpoint.load(model, tensors, config)
+        >>> torch.equal(model[0].experts.w1, moe.experts.w1)
+        True
     """
     tensors, config = layers.opened(source, config)
     found = {block.layer: block for block in blocks(config)}

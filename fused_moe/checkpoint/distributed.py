@@ -37,28 +37,44 @@ def check_files(fn: str, folder: str | os.PathLike, parts: Iterable[tuple[str, A
 
 
 class CheckedReader(FileSystemReader):
-    """PyTorch's reader of a folder, which raises before any tensor is written over.
-
-        dcp.load(state, storage_reader=CheckedReader(folder))
+    """Reads a folder of torch.distributed.checkpoint, and raises before any tensor is written over.
 
     By itself torch.distributed.checkpoint finds missing keys and other shapes in time. But it finds a file
     that is missing or cut off when it has filled tensors of others, and keys too many or codes of another
     dtype not at all. This reader raises on all ranks for such files, for dtypes that differ, unless both are
     of 16 bits or more and floating, and for keys that are left over beside those that are read: in "model"
     of {"model": ..., "optimizer": ...} if anything of "model" is read, and beside tensors at the top.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        ValueError: in `dcp.load`, as above. PyTorch wraps it in a CheckpointException.
+
+    Example:
+        >>> import tempfile
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from fused_moe.checkpoint.distributed import CheckedReader
+        >>> state = {"a": torch.ones(2)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = dcp.save(state, checkpoint_id=folder, no_dist=True)
+        ...     dcp.load(state, storage_reader=CheckedReader(folder), no_dist=True)
     """
 
     def set_up_storage_reader(self, metadata, *args, **kwargs) -> None:
+        """Takes the metadata of the folder."""
         super().set_up_storage_reader(metadata, *args, **kwargs)
         self.saved, self.paths = metadata.state_dict_metadata, metadata.planner_data or {}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Checks that the files of this rank's tensors are whole."""
         indices = [item.storage_index for item in plan.items]
         parts = [(index.fqn, self.storage_data[index]) for index in indices]
         check_files("CheckedReader", self.path, parts)
         return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Checks that no key is left over."""
         read = {item.dest_index.fqn for plan in plans for item in plan.items}
         parts = {self._part(name) for name in read}
         left = [name for name in self.saved if self._part(name) in parts and name not in read]
@@ -73,6 +89,7 @@ class CheckedReader(FileSystemReader):
         return path[0] if len(path) > 1 else None
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads the tensors, whose dtypes are checked first."""
         for item in plan.items:
             if item.type is LoadItemType.TENSOR:
                 name = item.storage_index.fqn

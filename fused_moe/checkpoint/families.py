@@ -785,15 +785,25 @@ REFUSED = {
 
 
 def blocks(config: Any) -> list[Block]:
-    """Every MoE layer of a model.
+    """Returns what every MoE layer of a model is: FusedMoE's arguments, and where its tensors are.
 
     Args:
         config: a configuration of transformers, a dict as of config.json, or the path of a config.json or of
             its folder. If the model has several parts, its text_config is read.
 
+    Returns:
+        A list of `Block`, in the order of the layers.
+
     Raises:
         ValueError: if model_type is unknown, or a field's value is not what FusedMoE computes, or a field
             that could matter is unknown. The message names it.
+
+    Example:
+        >>> from fused_moe import checkpoint
+        >>> config = {"model_type": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 32}
+        >>> config |= {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+        >>> [block.layer for block in checkpoint.blocks(config)]
+        [0, 1]
     """
     model_type, config, roots = _find_text(read_config(config))
     family = FAMILIES[model_type]

@@ -35,15 +35,28 @@ def safetensors():
 
 
 def open_folder(path: str | os.PathLike) -> Folder:
-    """The tensors of a checkpoint by their names, each read when it is asked for.
+    """Opens a checkpoint's tensors by their names; each is read when it is asked for.
 
     Args:
         path: a folder with model.safetensors, or with model.safetensors.index.json and its shards; or one
             file of safetensors.
 
+    Returns:
+        A mapping of names to tensors.
+
     Raises:
+        ImportError: safetensors is not installed.
         ValueError: there are no such files, a shard is missing or cannot be read, or the index and the shards
             contradict each other. The message names file and key.
+
+    Example:
+        >>> import tempfile
+        >>> from fused_moe import checkpoint
+        >>> from safetensors.torch import save_file
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_file({"a": torch.zeros(2)}, f"{folder}/model.safetensors")
+        ...     list(checkpoint.open_folder(folder))
+        ['a']
     """
     return Folder(Path(path))
 

@@ -158,14 +158,15 @@ def from_hf(
     dtype: torch.dtype | None = None,
     router_dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """FusedMoE's tensors out of a checkpoint's: one layer, one tensor at a time.
+    """Reads FusedMoE's tensors out of a checkpoint's: one layer, one tensor at a time.
 
     Args:
         block: of `blocks(config)`.
         source: the checkpoint's tensors by key, published or as transformers has them in memory. It may read
             each when asked for it: before all others for its shape, and then for its values. No more than one
             of them is held.
-        device, dtype: of the results, by default each tensor's own. expert_bias is float32 whatever dtype is.
+        device: of the results, by default each tensor's own.
+        dtype: of the results, by default each tensor's own. expert_bias is float32 whatever dtype is.
         router_dtype: of the tensors that FusedMoE's router_dtype governs, if not dtype.
 
     Returns:
@@ -175,6 +176,17 @@ def from_hf(
         ValueError: before anything is copied, with the key, what was expected and what was found: a key is
             missing, another begins with the layer's prefixes and has no place, a shape contradicts the
             configuration, or a dtype is not a floating one.
+
+    Example:
+        >>> from fused_moe import checkpoint
+        >>> config = {"model_type": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 32}
+        >>> config |= {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+        >>> block = checkpoint.blocks(config)[0]
+        >>> moe = fused_moe.FusedMoE.from_hf(config)
+        >>> tensors = dict(checkpoint.to_hf(block, moe.state_dict()))
+        >>> state = dict(checkpoint.from_hf(block, tensors))
+        >>> torch.equal(state["experts.w1"], moe.experts.w1)
+        True
     """
     places = find(block, source)
     dtypes = dict.fromkeys(places, dtype)
@@ -211,7 +223,7 @@ def read(
 
 
 def to_hf(block: Block, state: Mapping[str, Tensor], config: Any = None) -> Iterator[tuple[str, Tensor]]:
-    """A checkpoint's tensors by their published keys, out of FusedMoE's: `from_hf` back, bit by bit.
+    """Makes a checkpoint's tensors, by their published keys, out of FusedMoE's: `from_hf` back, bit by bit.
 
     Args:
         block: of `blocks(config)`.
@@ -226,6 +238,16 @@ def to_hf(block: Block, state: Mapping[str, Tensor], config: Any = None) -> Iter
     Raises:
         ValueError: before anything is copied: a name is missing or unknown, a shape contradicts the
             configuration, or a tensor is a DTensor.
+
+    Example:
+        >>> from fused_moe import checkpoint
+        >>> config = {"model_type": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 32}
+        >>> config |= {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+        >>> block = checkpoint.blocks(config)[0]
+        >>> moe = fused_moe.FusedMoE.from_hf(config)
+        >>> tensors = dict(checkpoint.to_hf(block, moe.state_dict()))
+        >>> tensors["model.layers.0.mlp.experts.7.up_proj.weight"].shape
+        torch.Size([32, 64])
     """
     return write_hf(block, state, {} if config is None else quantized.method_of(read_config(config)))
 
@@ -302,7 +324,20 @@ def load_layer(
     Raises:
         TypeError: moe is no FusedMoE.
         ValueError: before anything is written: as `from_hf`, or if moe is not what the configuration says.
-        TypeError, ValueError, OSError, RuntimeError: the source could not be read; moe is as it was.
+        OSError: the source could not be read; moe is as it was. Also TypeError, ValueError or RuntimeError,
+            by what reading it raised.
+
+    Example:
+        >>> from fused_moe import checkpoint
+        >>> config = {"model_type": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 32}
+        >>> config |= {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+        >>> block = checkpoint.blocks(config)[0]
+        >>> moe = fused_moe.FusedMoE.from_hf(config)
+        >>> tensors = dict(checkpoint.to_hf(block, moe.state_dict()))
+        >>> other = fused_moe.FusedMoE.from_hf(config)
+        >>> checkpoint.load_layer(other, tensors, config, layer=0)
+        >>> torch.equal(other.experts.w2, moe.experts.w2)
+        True
     """
     tensors, config = opened(source, config)
     with naming_files(tensors):

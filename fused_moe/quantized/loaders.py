@@ -37,12 +37,22 @@ def from_fp8_block(
         dtype: the result's.
 
     Returns:
-        A weight of format fp8_block.
+        A QuantizedWeight of format fp8_block.
 
     Raises:
-        TypeError, ValueError: a tensor is missing, or has another dtype or shape.
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor is missing, or has another shape.
 
     Source: README_WEIGHTS.md of DeepSeek-V3; transformers.integrations.finegrained_fp8.
+
+    Example:
+        >>> from fused_moe.quantized import from_fp8_block
+        >>> state_dict = {
+        ...     "experts.0.up.weight": torch.ones(128, 256).to(torch.float8_e4m3fn),
+        ...     "experts.0.up.weight_scale_inv": torch.ones(1, 2),
+        ... }
+        >>> from_fp8_block(state_dict, "experts.*.up")
+        QuantizedWeight(format='fp8_block', shape=(1, 128, 256), dtype=torch.bfloat16)
     """
     tensors = _Tensors("from_fp8_block", state_dict, name)
     stem = "" if tensors.stacked and ".weight" not in tensors else ".weight"
@@ -56,18 +66,16 @@ def from_fp8_block(
 def from_compressed_tensors(
     state_dict: Mapping[str, Tensor], name: str, *, dtype: torch.dtype = torch.bfloat16
 ) -> QuantizedWeight:
-    """Loads what llm-compressor publishes. The tensors tell which of its formats it is:
+    """Loads what llm-compressor publishes. The tensors tell which of its formats it is.
 
-    | format               | tensors                                                                        |
-    | -------------------- | ------------------------------------------------------------------------------ |
-    | pack-quantized       | `weight_packed` int32 (out, in / 8), eight codes of 4 bits per word, the first |
-    |                      | in the lowest bits; `weight_scale` floating (out, in / g), g 32, 64 or 128;    |
-    |                      | `weight_zero_point` int32 (ceil(out / 8), in / g), packed alike along out,     |
-    |                      | or, from older versions, int8 (out, in / g) from -8 to 7; or none              |
-    | mxfp4-pack-quantized | `weight_packed` uint8 (out, in / 2), `weight_scale` uint8 (out, in / 32)       |
-    | float-quantized      | `weight` float8_e4m3fn (out, in), `weight_scale` floating, per matrix () or    |
-    |                      | (1,), per row (out, 1), or per block (ceil(out / 128), ceil(in / 128))         |
-    | int-quantized        | `weight` int8 (out, in), `weight_scale` floating, per matrix or row            |
+    - pack-quantized: `weight_packed` int32 (out, in / 8), eight codes of 4 bits per word, the first in the
+      lowest bits; `weight_scale` floating (out, in / g), g 32, 64 or 128; and possibly `weight_zero_point`,
+      int32 (ceil(out / 8), in / g), packed alike along out, or from older versions int8 (out, in / g) from -8
+      to 7.
+    - mxfp4-pack-quantized: `weight_packed` uint8 (out, in / 2), `weight_scale` uint8 (out, in / 32).
+    - float-quantized: `weight` float8_e4m3fn (out, in), `weight_scale` floating, per matrix () or (1,), per
+      row (out, 1), or per block (ceil(out / 128), ceil(in / 128)).
+    - int-quantized: `weight` int8 (out, in), `weight_scale` floating, per matrix or row.
 
     Args:
         state_dict: these tensors after `<name>.`. Codes and zero points of 4 bits are stored plus 8.
@@ -77,13 +85,21 @@ def from_compressed_tensors(
         dtype: the result's.
 
     Returns:
-        A weight of format int4, mxfp4, fp8, fp8_block or int8.
+        A QuantizedWeight of format int4, mxfp4, fp8, fp8_block or int8.
 
     Raises:
-        TypeError, ValueError: a tensor is missing, or has another dtype, shape or group size; columns are in
-            act-order; or codes of 8 bits have zero points other than 0.
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor is missing, or has another shape or group size; columns are in act-order; or
+            codes of 8 bits have zero points other than 0.
 
     Source: compressed_tensors.compressors, version 0.20.
+
+    Example:
+        >>> from fused_moe.quantized import from_compressed_tensors
+        >>> state_dict = {"up.weight": torch.ones(4, 8, 64, dtype=torch.int8)}  # E = 4 experts are stacked
+        >>> state_dict["up.weight_scale"] = torch.ones(4, 8, 1)
+        >>> from_compressed_tensors(state_dict, "up")
+        QuantizedWeight(format='int8', shape=(4, 8, 64), dtype=torch.bfloat16)
     """
     tensors = _Tensors("from_compressed_tensors", state_dict, name)
     if ".weight_packed" not in tensors:
@@ -109,7 +125,7 @@ def from_compressed_tensors(
 def from_gptq(
     state_dict: Mapping[str, Tensor], name: str, *, zero_offset: int = 1, dtype: torch.dtype = torch.bfloat16
 ) -> QuantizedWeight:
-    """Loads GPTQ of 4 bits, of AutoGPTQ and GPTQModel.
+    """Loads GPTQ of 4 bits, as AutoGPTQ and GPTQModel write it.
 
     Args:
         state_dict: `<name>.qweight` int32 (in / 8, out), eight codes per word, the first in the lowest bits;
@@ -125,13 +141,24 @@ def from_gptq(
     because GPTQModel writes it as w - 0x11111111: a zero point of 0 borrows from its neighbour.
 
     Returns:
-        A weight of format int4, without zero points if all of them are 8.
+        A QuantizedWeight of format int4, without zero points if all of them are 8.
 
     Raises:
-        TypeError, ValueError: a tensor is missing, or has another dtype, shape or group size, or columns are
-            in act-order. `from_gptq_experts` reads experts whose `down` has that.
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor is missing, or has another shape or group size, or columns are in act-order.
+            `from_gptq_experts` reads experts whose `down` has that.
 
     Source: pack_original of gptqmodel.nn_modules.qlinear and gptqmodel.utils.model, version 7.7.
+
+    Example:
+        >>> from fused_moe.quantized import from_gptq
+        >>> state_dict = {
+        ...     "experts.0.up.qweight": torch.zeros(8, 16, dtype=torch.int32),  # in / 8 = 8, out = 16
+        ...     "experts.0.up.qzeros": torch.zeros(1, 2, dtype=torch.int32),
+        ...     "experts.0.up.scales": torch.ones(1, 16),
+        ... }
+        >>> from_gptq(state_dict, "experts.*.up")
+        QuantizedWeight(format='int4', shape=(1, 16, 64), dtype=torch.bfloat16)
     """
     tensors = _Tensors("from_gptq", state_dict, name)
     weight = _gptq(tensors, zero_offset)
@@ -156,16 +183,32 @@ def from_gptq_experts(
     compute the same function. The columns of `gate` and `up` are x's, so act-order of those is refused.
 
     Args:
-        state_dict, zero_offset, dtype: as of `from_gptq`, except for `<down>.g_idx`, which may be any
-            assignment of in / g groups to g columns each.
-        gate, up, down: names, e.g. "model.layers.3.mlp.experts.*.gate_proj".
+        state_dict: as that of `from_gptq`, except for `<down>.g_idx`, which may be any assignment of in / g
+            groups to g columns each.
+        gate: a name, e.g. "model.layers.3.mlp.experts.*.gate_proj".
+        up: likewise.
+        down: likewise.
+        zero_offset: as that of `from_gptq`.
+        dtype: the results'.
 
     Returns:
         w1, w2, w3: the weights of gate, down and up, of format int4.
 
     Raises:
-        TypeError, ValueError: as `from_gptq`; the three do not fit each other; gate or up is in act-order; or
+        TypeError: a tensor has another dtype.
+        ValueError: as `from_gptq`; the three do not fit each other; gate or up is in act-order; or
             one of them has a bias (not zero), whose order would be another one than that of w1 and w3.
+
+    Example:
+        >>> from fused_moe.quantized import from_gptq_experts
+        >>> state_dict = {}
+        >>> for name in ("gate", "up", "down"):  # in = out = 64
+        ...     state_dict[f"experts.0.{name}.qweight"] = torch.zeros(8, 64, dtype=torch.int32)
+        ...     state_dict[f"experts.0.{name}.qzeros"] = torch.zeros(1, 8, dtype=torch.int32)
+        ...     state_dict[f"experts.0.{name}.scales"] = torch.ones(1, 64)
+        >>> w1, w2, w3 = from_gptq_experts(state_dict, *(f"experts.*.{n}" for n in ("gate", "up", "down")))
+        >>> w2.shape
+        torch.Size([1, 64, 64])
     """
     fn = "from_gptq_experts"
     sources = [_Tensors(fn, state_dict, name) for name in (gate, up, down)]
@@ -195,7 +238,7 @@ def from_gptq_experts(
 def from_awq(
     state_dict: Mapping[str, Tensor], name: str, *, dtype: torch.dtype = torch.bfloat16
 ) -> QuantizedWeight:
-    """Loads AWQ of 4 bits, version "gemm" of AutoAWQ.
+    """Loads AWQ of 4 bits, as version "gemm" of AutoAWQ writes it.
 
     Args:
         state_dict: `<name>.qweight` int32 (in, out / 8), whose word holds rows 0, 2, 4, 6, 1, 3, 5, 7 of the
@@ -205,12 +248,23 @@ def from_awq(
         dtype: the result's.
 
     Returns:
-        A weight of format int4, without zero points if all of them are 8.
+        A QuantizedWeight of format int4, without zero points if all of them are 8.
 
     Raises:
-        TypeError, ValueError: a tensor is missing, or has another dtype, shape or group size.
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor is missing, or has another shape or group size.
 
     Source: awq.modules.linear.gemm and awq.utils.packing_utils of AutoAWQ 0.2.9.
+
+    Example:
+        >>> from fused_moe.quantized import from_awq
+        >>> state_dict = {
+        ...     "experts.0.up.qweight": torch.zeros(64, 2, dtype=torch.int32),  # in = 64, out / 8 = 2
+        ...     "experts.0.up.qzeros": torch.zeros(1, 2, dtype=torch.int32),
+        ...     "experts.0.up.scales": torch.ones(1, 16),
+        ... }
+        >>> from_awq(state_dict, "experts.*.up")
+        QuantizedWeight(format='int4', shape=(1, 16, 64), dtype=torch.bfloat16)
     """
     tensors = _Tensors("from_awq", state_dict, name)
     data = tensors.get(".qweight", (torch.int32,), ("in", "out / 8"), _awq_data, multiple=GROUPS[0])
@@ -237,12 +291,22 @@ def from_mxfp4(
         dtype: the result's.
 
     Returns:
-        A weight of format mxfp4.
+        A QuantizedWeight of format mxfp4.
 
     Raises:
-        TypeError, ValueError: a tensor is missing, or has another dtype or shape; or `*` is in the name.
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor is missing, or has another shape; or `*` is in the name.
 
     Source: gpt_oss/torch/weights.py of openai/gpt-oss; transformers.integrations.mxfp4.
+
+    Example:
+        >>> from fused_moe.quantized import from_mxfp4
+        >>> state_dict = {
+        ...     "gate_up_proj_blocks": torch.zeros(4, 8, 2, 16, dtype=torch.uint8),  # in / 32 = 2
+        ...     "gate_up_proj_scales": torch.full((4, 8, 2), 127, dtype=torch.uint8),
+        ... }
+        >>> from_mxfp4(state_dict, "gate_up_proj")
+        QuantizedWeight(format='mxfp4', shape=(4, 8, 64), dtype=torch.bfloat16)
     """
     fn = "from_mxfp4"
     if isinstance(name, str) and "*" in name:

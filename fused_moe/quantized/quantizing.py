@@ -28,7 +28,9 @@ def quantize(
     compute: str = "codes",
     smooth: Mapping[str, tuple[Tensor, Tensor]] | Tensor | None = None,
 ) -> nn.Module | QuantizedWeight:
-    """Quantises a weight, or in place the experts of every FusedMoE in a module. Each code is the nearest.
+    """Quantises a weight, or in place the experts of every FusedMoE in a module.
+
+    Each code is the one whose value is nearest.
 
     Args:
         module_or_weight: a weight (E, out, in) of a floating dtype; or a module. Its routers, gates, shared
@@ -46,13 +48,20 @@ def quantize(
         smooth: of compute "int8_smooth", what the weights' inputs are divided by: of a module what
             `smooth_from` returns, of a weight (E, in) float32. Default: from the weights alone, the inverse
             square root of the peaks of their columns, of w1 and w3 together, divided by its geometric mean
-            over the expert's columns.
+            over the expert's columns (SmoothQuant, arXiv 2211.10438, with inputs of equal peaks).
 
     Returns:
         A QuantizedWeight; or the module itself.
 
     Raises:
-        TypeError, ValueError: before anything is changed, with what was expected and what was found.
+        TypeError: for a wrong type or dtype, before anything is changed.
+        ValueError: for a wrong shape or value, before anything is changed.
+
+    Example:
+        >>> moe = fused_moe.FusedMoE(64, 128, num_experts=4, top_k=2)
+        >>> moe = fused_moe.quantize(moe, "int4", group_size=32)
+        >>> moe.experts.w1
+        QuantizedWeight(format='int4', shape=(4, 128, 64), dtype=torch.float32)
     """
     options, multiple = checked_options(format, group_size, symmetric, per_tensor)
     check_bool(FN, "trainable", trainable)

@@ -23,11 +23,12 @@ FN = "smooth_from"
 def smooth_from(module: nn.Module, batches: Iterable, alpha: float = 0.5) -> dict[str, tuple[Tensor, Tensor]]:
     """Measures what `quantize(module, "int8", compute="int8_smooth", smooth=...)` divides by.
 
-    Runs the module, whose experts are not quantised yet, on batches, in eval mode and without gradients. For
-    each expert it takes the peaks of the inputs of its weights, and of the weights' columns, and returns
-    peak_x^alpha / peak_w^(1 - alpha), SmoothQuant's formula, divided by its geometric mean over the expert's
-    channels. w1 and w3 share their input and so their factors. Channels without a finite peak > 0 have the
-    factor 1. Experts that had no token have the factors that `quantize` takes without `smooth`.
+    It runs the module, whose experts are not quantised yet, on batches, in eval mode and without gradients.
+    For each expert it takes the peaks of the inputs of its weights, and of the weights' columns, and returns
+    peak_x^alpha / peak_w^(1 - alpha), the formula of SmoothQuant (arXiv 2211.10438), divided by its geometric
+    mean over the expert's channels. w1 and w3 share their input and so their factors. Channels without a
+    finite peak > 0 have the factor 1. Experts that had no token have the factors that `quantize` takes
+    without `smooth`.
 
     Args:
         module: with a FusedMoE in it. It is as before afterwards.
@@ -39,7 +40,17 @@ def smooth_from(module: nn.Module, batches: Iterable, alpha: float = 0.5) -> dic
         act(w1 x) * (w3 x).
 
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> moe = fused_moe.FusedMoE(64, 128, num_experts=4, top_k=2)
+        >>> smooth = fused_moe.smooth_from(moe, [torch.randn(16, 64) for _ in range(2)])
+        >>> moe = fused_moe.quantize(moe, "int8", compute="int8_smooth", smooth=smooth)
+        >>> with torch.no_grad():
+        ...     moe(torch.randn(5, 64)).shape
+        torch.Size([5, 64])
     """
     named = experts_in(FN, module)
     if isinstance(batches, Tensor) or not isinstance(batches, Iterable):

@@ -18,7 +18,7 @@ FN = "QuantizedWeight"
 
 
 class QuantizedWeight(nn.Module):
-    """A frozen weight (E, out, in) as codes and scales; `fused_moe.quantized.formats` has the formats.
+    """A frozen expert weight (E, out, in) as codes and scales; `fused_moe.quantized.formats` has the formats.
 
     `fused_experts`, `grouped_mlp` and the experts of `FusedMoE` take it in place of a weight that is not
     transposed. x and scores get gradients through it; it gets none.
@@ -32,13 +32,15 @@ class QuantizedWeight(nn.Module):
     `load_state_dict` arranges published tensors, and copying one into such a parameter raises.
 
     Args:
-        data: codes. fp8_block, fp8: float8_e4m3fn (E, out, in); int8: int8 (E, out, in); int4, mxfp4: uint8
-            (E, out, in / 2), the even column in the lower half of a byte. Codes of int4 are stored plus 8.
-        scale: fp8_block: float32 (E, ceil(out / 128), ceil(in / 128)). fp8, int8: floating, (E, out, 1) or
-            (E, 1, 1). int4: floating, (E, out, in / g) with g 32, 64 or 128. mxfp4: uint8 (E, out, in / 32),
-            which means 2^(scale - 127), and NaN for 255. NaN makes its block NaN.
-        zero: int4: int8 zero points from -8 to 7, of scale's shape; None: zeros.
-        format: fp8_block, fp8, int8, int4 or mxfp4. shape: (E, out, in).
+        data: codes: float8_e4m3fn (E, out, in) of fp8_block and fp8; int8 (E, out, in) of int8; uint8
+            (E, out, in / 2) of int4 and mxfp4, the even column in the lower half of a byte. Codes of int4 are
+            stored plus 8.
+        scale: float32 (E, ceil(out / 128), ceil(in / 128)) of fp8_block; floating (E, out, 1) or (E, 1, 1) of
+            fp8 and int8; floating (E, out, in / g) of int4, with g 32, 64 or 128; uint8 (E, out, in / 32) of
+            mxfp4, which means 2^(scale - 127), and NaN for 255. NaN makes its block NaN.
+        zero: int8 zero points of int4, from -8 to 7, of scale's shape; None: zeros.
+        format: fp8_block, fp8, int8, int4 or mxfp4.
+        shape: (E, out, in).
         dtype: of `dequantize()` without an argument, and of the adapters that `add_lora` makes.
         trainable: see `set_trainable`.
         compute: see `set_compute`.
@@ -50,7 +52,17 @@ class QuantizedWeight(nn.Module):
     `.to(device)` moves it, into tiles or out of them; `.to(dtype)` changes `dtype`, and no code or scale.
 
     Raises:
-        TypeError, ValueError: the message says what was expected and what was found.
+        TypeError: for a wrong type or dtype.
+        ValueError: for a wrong shape, device or value. The message says what was expected and what was
+            found.
+
+    Example:
+        >>> codes, scale = torch.ones(2, 8, 64, dtype=torch.int8), torch.full((2, 8, 1), 0.5)
+        >>> w = fused_moe.QuantizedWeight(codes, scale, format="int8", shape=(2, 8, 64))
+        >>> w.dequantize(torch.float32)[0, 0, 0]
+        tensor(0.5000)
+        >>> w.nbytes
+        1088
     """
 
     # What is kept beside the parameters: the second packing; and codes as published beside tiles, with scales
@@ -128,27 +140,29 @@ class QuantizedWeight(nn.Module):
         super().__setattr__(name, value)
 
     def forward(self, *, as_stored: bool = False) -> Tensor | tuple[Tensor | None, ...]:
-        """`dequantize()`; or the parameters, by which `read` lets hooks of this module provide them."""
+        """Returns `dequantize()`, or the parameters, which hooks of this module may provide."""
         if as_stored:
             # Not the parameters themselves: a hook after the call may take their memory away.
             return tuple(None if p is None else p.detach() for p in self._parameters.values())
         return _dequantized(self)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight (E, out, in) in `dtype`, by default self.dtype."""
+        """Returns the weight (E, out, in) in `dtype`, by default self.dtype."""
         return _dequantized(read(self), dtype)
 
     @property
     def data(self) -> Tensor:
-        """The codes, as the constructor takes them: a view; a copy if `is_tiled`. So are scale and zero."""
+        """The codes, as the constructor takes them: a view; a copy if `is_tiled`."""
         return self._given("data")
 
     @property
     def scale(self) -> Tensor:
+        """The scales, as the constructor takes them: a view; a copy if `is_tiled`."""
         return self._given("scale")
 
     @property
     def zero(self) -> Tensor | None:
+        """The zero points, as the constructor takes them, or None: a view; a copy if `is_tiled`."""
         return self._given("zero")
 
     @property
@@ -165,7 +179,7 @@ class QuantizedWeight(nn.Module):
 
     @property
     def transposed_tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """data, scale, zero of the second packing as operators take them; None where there is none.
+        """data, scale and zero of the second packing as operators take them; None where there is none.
 
         If tiles were written in place since, as DistributedDataParallel does once, it is written again. That
         is not seen in compiled code, nor where tensors have no versions: `fused_moe.refresh_weights`."""
@@ -175,8 +189,10 @@ class QuantizedWeight(nn.Module):
 
     @property
     def eight_bit_tensors(self) -> tuple[Tensor, Tensor] | None:
-        """data as the constructor takes it, and scale in float32, as `torch.ops.fused_moe.experts` takes them
-        with eight_bits; None if the weight is in tiles alone."""
+        """data as the constructor takes it, and scale in float32; None if the weight is in tiles alone.
+
+        `torch.ops.fused_moe.experts` takes them with eight_bits.
+        """
         self._copies.check()
         data, scale, _ = self._all()
         if self._kept and self._has_kept() and self.scale_p is not None:
@@ -206,11 +222,12 @@ class QuantizedWeight(nn.Module):
         return self._is_trainable
 
     def set_trainable(self, trainable: bool = True) -> QuantizedWeight:
-        """Makes what training through the weight is faster with, or drops it; the weight stays frozen.
+        """Keeps what makes training through the weight faster, or drops it; the weight stays frozen.
 
-        Where the weight is in tiles it is then kept transposed, too: twice the packed bytes, the same values,
-        and a faster backward while experts have up to 768 rows on average; but int4 with float32 scales is
-        dequantised. Elsewhere nothing is made before the weight is moved to such a GPU. Returns the weight.
+        Where the weight is in tiles, it is then kept transposed, too: twice the packed bytes, the same
+        values, and a faster backward while experts have up to 768 rows on average; but int4 with float32
+        scales is dequantised. Elsewhere nothing is made before the weight is moved to such a GPU. Returns the
+        weight.
         """
         check_bool(f"{FN}.set_trainable", "trainable", trainable)
         self._is_trainable = trainable
@@ -233,7 +250,9 @@ class QuantizedWeight(nn.Module):
                 scale_fmt is ue8m0; of fp8_block and fp8 alone.
 
         Raises:
-            TypeError, ValueError: the message says what was expected and what was found.
+            TypeError: for a wrong type or dtype.
+            ValueError: for a wrong shape, device or value. The message says what was expected and what was
+                found.
         """
         fn = f"{FN}.set_compute"
         computing.check_compute(fn, compute, self.format, self.smooth, power_of_two)
@@ -242,8 +261,7 @@ class QuantizedWeight(nn.Module):
         return self
 
     def refresh(self) -> None:
-        """Writes again what is kept beside the parameters; `fused_moe.refresh_weights` says when that is
-        needed."""
+        """Makes anew what is kept beside the parameters; `fused_moe.refresh_weights` says when to call it."""
         if self._kept:
             self._keep()
 
@@ -254,6 +272,7 @@ class QuantizedWeight(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """The device of codes and scales."""
         return self._of("scale").device
 
     @property
@@ -263,12 +282,15 @@ class QuantizedWeight(nn.Module):
         return sum(t.nbytes for t in tensors if t is not None)
 
     def dim(self) -> int:
+        """Returns 3."""
         return 3
 
     def size(self, dim: int | None = None):
+        """Returns (E, out, in), or one of them."""
         return self.shape if dim is None else self.shape[dim]
 
     def extra_repr(self) -> str:
+        """What `print` shows of the weight."""
         text = f"format={self.format!r}, shape={tuple(self.shape)}, dtype={self.dtype}"
         if self.compute != "codes":
             text += f", compute={self.compute!r}"

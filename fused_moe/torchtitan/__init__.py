@@ -1,12 +1,12 @@
 """fused_moe inside torchtitan: our kernels compute its MoE layers, everything else is unchanged.
 
 Parameters, names, buffers, initialisation, sharding, load balancing and FLOP accounting stay torchtitan's.
-So checkpoints of the stock layer load here, and the other way round. Releases 0.2.x use a model converter:
+So checkpoints of the stock layer load here, and the other way round. Releases 0.2.x use a model converter::
 
     --experimental.custom_import=fused_moe.torchtitan --model.converters=fused_moe
 
 or --model.converters=fused_moe_fp8, which trains in FP8 the experts that gain from it (docs/fp8.md).
-Later releases use overrides. All but the last exclude each other:
+Later releases use overrides. All but the last exclude each other::
 
     --override.imports fused_moe.torchtitan.fused_moe             router, experts and combine
     --override.imports fused_moe.torchtitan.fused_routed_experts  experts and combine

@@ -104,13 +104,18 @@ def _is_sharded_over(weight: Tensor, dim: str) -> bool:
 
 
 class FusedMoEConverter:
-    """torchtitan's ModelConverter, registered as "fused_moe". A converter with fp8, "fused_moe_fp8", also
-    trains in FP8 the experts that gain from it, and warns of the others.
+    """Converts the MoE layers of a torchtitan model: a ModelConverter, registered as "fused_moe".
 
-    Only the experts are fused under tensor parallelism, and where the layer (DeepEP's) or its router is of
-    another class. Experts of another class stay torchtitan's, and so do weights that an earlier converter has
-    quantised. A warning names the class. Selective checkpointing of every imported model saves our operators,
-    too.
+    A converter with fp8, "fused_moe_fp8", also trains in FP8 the experts that gain from it, and warns of the
+    others. Only the experts are fused under tensor parallelism, and where the layer (DeepEP's) or its router
+    is of another class. Experts of another class stay torchtitan's, and so do weights that an earlier
+    converter has quantised. A warning names the class. Selective checkpointing of every imported model saves
+    our operators, too.
+
+    Example:
+        Needs torchtitan 0.2.x, which takes it on its command line::
+
+            --experimental.custom_import=fused_moe.torchtitan --model.converters=fused_moe
     """
 
     fp8 = False
@@ -151,7 +156,13 @@ class FusedMoEConverter:
 
 
 class FusedMoEFp8Converter(FusedMoEConverter):
-    """FusedMoEConverter with FP8 training, registered as "fused_moe_fp8"."""
+    """Does what FusedMoEConverter does, with FP8 training; registered as "fused_moe_fp8".
+
+    Example:
+        Needs torchtitan 0.2.x, which takes it on its command line::
+
+            --experimental.custom_import=fused_moe.torchtitan --model.converters=fused_moe_fp8
+    """
 
     fp8 = True
 

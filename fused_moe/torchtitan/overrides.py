@@ -283,7 +283,13 @@ def _override(target: type, description: str):
 
 @_override(GroupedExperts.Config, "fused_moe: grouped GEMMs and activation of the routed experts")
 def fused_experts(cfg: GroupedExperts.Config) -> GroupedExperts.Config:
-    """Only the experts, behind torchtitan's dispatch and combine."""
+    """Replaces only the experts, behind torchtitan's dispatch and combine.
+
+    Example:
+        Needs torchtitan 0.3.0 or later, which takes it on its command line::
+
+            --override.imports fused_moe.torchtitan.fused_experts
+    """
     if reason := _whose_experts(cfg):
         warn("the experts", reason)
         return cfg
@@ -292,7 +298,15 @@ def fused_experts(cfg: GroupedExperts.Config) -> GroupedExperts.Config:
 
 @_override(RoutedExperts.Config, "fused_moe: dispatch, experts and combine")
 def fused_routed_experts(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
-    """Experts, dispatch and combine, except the exchange between ranks. Other experts are not replaced."""
+    """Replaces experts, dispatch and combine, except the exchange between ranks.
+
+    Other experts are not replaced.
+
+    Example:
+        Needs torchtitan 0.3.0 or later, which takes it on its command line::
+
+            --override.imports fused_moe.torchtitan.fused_routed_experts
+    """
     if reason := _whose_routed_experts(cfg):
         warn("the experts", reason)
         return cfg
@@ -305,7 +319,15 @@ def fused_routed_experts(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
 
 @_override(MoE.Config, "fused_moe: router, dispatch, experts and combine")
 def fused_moe(cfg: MoE.Config) -> MoE.Config:
-    """The routed part of the layer, router included. A router or layer of another kind is not replaced."""
+    """Replaces the routed part of the layer, router included.
+
+    A router or layer of another kind is not replaced.
+
+    Example:
+        Needs torchtitan 0.3.0 or later, which takes it on its command line::
+
+            --override.imports fused_moe.torchtitan.fused_moe
+    """
     routed_experts = fused_routed_experts(cfg.routed_experts)
     if routed_experts is cfg.routed_experts:
         return cfg
@@ -330,18 +352,36 @@ def _in_fp8(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
 
 @_override(RoutedExperts.Config, "fused_moe: dispatch, experts that train in FP8, and combine")
 def fused_routed_experts_fp8(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
-    """fused_routed_experts with FP8 training of the experts that gain from it."""
+    """Does what fused_routed_experts does, with FP8 training of the experts that gain from it.
+
+    Example:
+        Needs torchtitan 0.3.0 or later, which takes it on its command line::
+
+            --override.imports fused_moe.torchtitan.fused_routed_experts_fp8
+    """
     return _in_fp8(fused_routed_experts(cfg))
 
 
 @_override(MoE.Config, "fused_moe: router, dispatch, experts that train in FP8, and combine")
 def fused_moe_fp8(cfg: MoE.Config) -> MoE.Config:
-    """fused_moe with FP8 training of the experts that gain from it."""
+    """Does what fused_moe does, with FP8 training of the experts that gain from it.
+
+    Example:
+        Needs torchtitan 0.3.0 or later, which takes it on its command line::
+
+            --override.imports fused_moe.torchtitan.fused_moe_fp8
+    """
     layer = fused_moe(cfg)
     return layer if layer is cfg else derive(layer, type(layer), routed_experts=_in_fp8(layer.routed_experts))
 
 
 @_override(SelectiveAC.Config, "fused_moe: operators that selective checkpointing saves")
 def selective_ac(cfg: SelectiveAC.Config) -> SelectiveAC.Config:
-    """torchtitan's save list with our operators added."""
+    """Adds our operators to torchtitan's save list of selective checkpointing.
+
+    Example:
+        Needs torchtitan 0.3.0 or later, which takes it on its command line::
+
+            --override.imports fused_moe.torchtitan.selective_ac
+    """
     return derive(cfg, FusedSelectiveAC.Config)

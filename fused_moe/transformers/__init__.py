@@ -1,4 +1,4 @@
-"""fused_moe in Hugging Face transformers: an implementation for its experts interface.
+"""fused_moe in Hugging Face transformers: an implementation for its experts interface::
 
     import fused_moe.transformers
 
@@ -54,14 +54,14 @@ QUANTIZERS = {"mxfp4": PackedMxfp4, "compressed-tensors": PackedCompressedTensor
 
 
 def register(*, compute: str = "fp8", default: bool | None = None) -> None:
-    """Makes "fused_moe" and "fused_moe_fp8" names that `experts_implementation=` and
-    `set_experts_implementation` know.
+    """Registers "fused_moe" and "fused_moe_fp8" as experts implementations of transformers.
 
-    Call it before a model is loaded, or before its implementation is set. Calling it again does no harm.
-    FP8 experts have a separate registry. Checkpoints in FP8, MXFP4 and of compressed-tensors get quantizers
-    that do what transformers' do, and keep the experts packed in models that ask for either name.
-    "fused_moe" also becomes an `ep_implementation` of DistributedConfig, which sends a token once per rank.
-    Where PEFT is installed, its LoRA of experts' weights is computed by our kernels from then on.
+    `experts_implementation=` and `set_experts_implementation` know these names from then on. Call it before a
+    model is loaded, or before its implementation is set. Calling it again does no harm. FP8 experts have a
+    separate registry. Checkpoints in FP8, MXFP4 and of compressed-tensors get quantizers that do what
+    transformers' do, and keep the experts packed in models that ask for either name. "fused_moe" also becomes
+    an `ep_implementation` of DistributedConfig, which sends a token once per rank. Where PEFT is installed,
+    its LoRA of experts' weights is computed by our kernels from then on.
     Source: transformers.integrations.moe, finegrained_fp8; transformers.quantizers.
 
     Args:
@@ -75,7 +75,17 @@ def register(*, compute: str = "fp8", default: bool | None = None) -> None:
             choice. None leaves it as it is.
 
     Raises:
-        TypeError, ValueError: compute is neither, or default is no bool.
+        TypeError: default is no bool.
+        ValueError: compute is neither "fp8" nor "codes".
+
+    Example:
+        Needs transformers, and a model from the hub.
+
+        >>> import fused_moe.transformers, transformers  # doctest: +SKIP
+        >>> fused_moe.transformers.register()  # doctest: +SKIP
+        >>> model = transformers.AutoModelForCausalLM.from_pretrained(
+        ...     "Qwen/Qwen3-30B-A3B", experts_implementation="fused_moe"
+        ... )  # doctest: +SKIP
     """
     check_choice("register", "compute", compute, ("fp8", "codes"))
     if default is not None:

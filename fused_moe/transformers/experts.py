@@ -32,7 +32,7 @@ def experts_forward(
     fp8: bool = False,
     max_rows: int | None = None,
 ) -> Tensor:
-    """transformers calls this instead of the forward of a class with `use_experts_implementation`.
+    """Computes transformers' experts, in place of the forward of a class with `use_experts_implementation`.
 
     Args:
         experts: has the parameters gate_up_proj (E, 2F, D), or up_proj (E, F, D) without a gate, and
@@ -53,7 +53,13 @@ def experts_forward(
         parameters that are not quantised; where experts compute in 8 bits, in none of them.
 
     Raises:
-        TypeError, ValueError: as `fused_moe.fused_experts`.
+        TypeError: as `fused_moe.fused_experts`.
+        ValueError: as `fused_moe.fused_experts`.
+
+    Example:
+        Needs transformers, which calls it: `register` names it "fused_moe".
+
+        >>> y = experts_forward(block.mlp.experts, hidden_states, top_k_index, top_k_weights)  # doctest: +SKIP
     """
     settings = settings_of(experts)
     if isinstance(settings, str):

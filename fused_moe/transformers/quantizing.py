@@ -46,8 +46,12 @@ def quantize_experts(
     Args:
         model: loaded with, or set to, experts_implementation="fused_moe". From then on no other will do. Give
             the whole model: what is not known to have quantised experts would be saved without them.
-        format, group_size, symmetric, per_tensor, compute: as of `fused_moe.quantize`. In training experts
-            compute as "codes" whatever compute says, so that there are gradients, but not "int8_smooth".
+        format: as that of `fused_moe.quantize`.
+        group_size: as that of `fused_moe.quantize`.
+        symmetric: as that of `fused_moe.quantize`.
+        per_tensor: as that of `fused_moe.quantize`.
+        compute: as that of `fused_moe.quantize`, but not "int8_smooth". In training experts compute as
+            "codes" whatever it is, so that there are gradients.
 
     Returns:
         The model. Each weight is a frozen QuantizedWeight, also in its state_dict: instead of
@@ -59,8 +63,15 @@ def quantize_experts(
         none. With adapters on the model they save these alone.
 
     Raises:
-        TypeError, ValueError: before anything is changed, with what was expected and what was found. Weights
-            have to be parameters of their experts: not adapted, parametrised, pruned, sharded or offloaded.
+        TypeError: for a wrong type, before anything is changed.
+        ValueError: for a wrong value or model, before anything is changed. Weights have to be parameters of
+            their experts: not adapted, parametrised, pruned, sharded or offloaded.
+
+    Example:
+        Needs transformers, and a model with experts_implementation="fused_moe".
+
+        >>> model = fused_moe.transformers.quantize_experts(model, "int4", group_size=128)  # doctest: +SKIP
+        >>> model.save_pretrained("folder")  # doctest: +SKIP
     """
     fn = "quantize_experts"
     options, multiple = checked_options(format, group_size, symmetric, per_tensor)
@@ -124,9 +135,17 @@ merges = ContextVar("merges", default=False)  # whether quantised weights may be
 
 @contextmanager
 def requantized_merges() -> Iterator[None]:
-    """Inside, PEFT's `merge_and_unload` takes quantised experts, too: a merged weight is the dequantised one
-    plus the adapters, quantised with the same options. That rounds what the adapters learned, and cannot be
-    undone, so `merge_adapter` raises, as `merge_and_unload` does outside.
+    """Lets PEFT's `merge_and_unload` take quantised experts, too, within the context.
+
+    A merged weight is the dequantised one plus the adapters, quantised with the same options. That rounds
+    what the adapters learned, and cannot be undone, so `merge_adapter` raises, as `merge_and_unload` does
+    outside.
+
+    Example:
+        Needs transformers and PEFT.
+
+        >>> with fused_moe.transformers.requantized_merges():  # doctest: +SKIP
+        ...     model = model.merge_and_unload()
     """
     token = merges.set(True)
     try:

@@ -33,6 +33,12 @@ def register() -> None:
 
     Raises:
         ImportError: there is no vLLM.
+
+    Example:
+        Needs vLLM, which calls it: an engine that starts takes these kernels.
+
+        >>> import vllm  # doctest: +SKIP
+        >>> llm = vllm.LLM("Qwen/Qwen3-30B-A3B")  # doctest: +SKIP
     """
     try:
         parts = _named("FUSED_MOE_VLLM", "1", {"0": (), "1": PARTS}, PARTS)
