@@ -249,7 +249,7 @@ class ParallelExperts(Counting, Experts):
         super().take_lora(name, adapters)
 
     def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes this rank's x (T, D), scores and ids (T, K); returns out (T, D) and counts (E,) of its slots."""
+        """Takes this rank's x (T, D), scores and ids (T, K); returns out (T, D), counts (E,) of its slots."""
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # before the exchange
         forward = self._forward_symmetric if self.symmetric else self._forward_by_all_to_all
@@ -445,6 +445,7 @@ class ParallelExperts(Counting, Experts):
         )
 
     def extra_repr(self) -> str:
+        """What `print` shows of the experts."""
         how = f"static={self.static}, combine={self.combine!r}"
         how += f", symmetric={self.symmetric}" if self.symmetric else ""
         return f"{super().extra_repr()}, over {self.mesh.size()} ranks, {how}"

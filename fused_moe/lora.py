@@ -314,6 +314,7 @@ class TakesLoRA(nn.Module):
 
     @property
     def active_loras(self) -> list[Adapters]:
+        """The adapters that compute."""
         if not self._modules:  # most experts, and every call asks
             return []
         return [adapters for adapters in self.loras.values() if adapters.is_active]
@@ -330,6 +331,7 @@ class TakesLoRA(nn.Module):
             check_plain(fn, name, parameter)
 
     def take_lora(self, name: str, adapters: Adapters) -> None:
+        """Makes adapters a child of a name."""
         setattr(self, child_of(name), adapters)
 
     def __setstate__(self, state) -> None:

@@ -177,7 +177,7 @@ class Experts(RoutedExperts, TakesLoRA, TrainsFp8):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As nn.Linear: uniform in +-1/sqrt(fan_in)."""
+        """Initialises every parameter again, uniform in +-1/sqrt(fan_in), as nn.Linear."""
         fan_in = {"1": self.dim, "2": self.hidden_dim, "3": self.dim}
         for name in ("w1", "w2", "w3", "b1", "b2", "b3"):
             reset_uniform(self, name, 1 / math.sqrt(fan_in[name[1]]))
@@ -208,18 +208,22 @@ class Experts(RoutedExperts, TakesLoRA, TrainsFp8):
 
     @property
     def weights(self) -> tuple:
+        """w1, w2 and w3."""
         return self.w1, self.w2, self.w3
 
     @property
     def main_grads(self) -> tuple:
+        """The `main_grad` of w1, w2 and w3; None where a weight has none."""
         return tuple(getattr(w, "main_grad", None) for w in self.weights)
 
     @property
     def settings(self) -> dict:
+        """The arguments of `fused_experts` beside x, weights, scores and ids."""
         biases = {"b1": self.b1, "b2": self.b2, "b3": self.b3}
         return {**biases, **activation_of(self), "lora": self.adapters, **self.fp8_settings}
 
     def extra_repr(self) -> str:
+        """What `print` shows of the experts."""
         gated, bias = self.w3 is not None, self.b1 is not None
         constants = "".join(f"{c}={getattr(self, c)}, " for c in CONSTANTS.get(self.activation, ()))
         return (
@@ -733,7 +737,7 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
             update_biases([self], process_group)
 
     def load_report(self) -> LoadReport:
-        """Returns the load of each expert on this rank since the last update of the bias; `print` shows it."""
+        """Returns the load of each expert on this rank since the last update of the bias."""
         return report_of(self.tokens_per_expert)
 
     def extra_repr(self) -> str:

@@ -59,7 +59,7 @@ def experts_forward(
     Example:
         Needs transformers, which calls it: `register` names it "fused_moe".
 
-        >>> y = experts_forward(block.mlp.experts, hidden_states, top_k_index, top_k_weights)  # doctest: +SKIP
+        >>> y = experts_forward(mlp.experts, x, top_k_index, top_k_weights)  # doctest: +SKIP
     """
     settings = settings_of(experts)
     if isinstance(settings, str):
