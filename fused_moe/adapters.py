@@ -36,9 +36,9 @@ def add_lora(
     """Gives the experts of every FusedMoE in a module trainable adapters, and freezes their own parameters.
 
     The adapters are the parameters `experts.lora.a1`, `experts.lora.b1`, ..., and those of another name than
-    "default" `experts.lora_NAME.a1`, ... The new ones compute from now on and earlier ones do not, until
-    `set_lora` chooses. Everything else in the module is left as it is. main_grads of the frozen parameters
-    have no effect while adapters compute. Quantised experts are the usual case.
+    "default" `experts.lora_NAME.a1`, ... The new ones are active from now on and earlier ones are not,
+    until `set_lora` chooses. Everything else in the module is left as it is. main_grads of the frozen parameters
+    have no effect while adapters are active. Quantised experts are the usual case.
     `experts.lora.load(LoRA.from_peft(...))` takes adapters made elsewhere.
 
     Apply it before `fully_shard`, and before or after `ExpertParallel`, whose ranks then have the adapters of
@@ -117,11 +117,11 @@ def add_lora(
 
 
 def set_lora(module: nn.Module, names: str | tuple[str, ...] | None) -> ExitStack:
-    """Chooses which adapters of a module's experts compute: one, several, whose outputs add up, or none.
+    """Chooses which adapters of a module's experts are active: one, several, whose outputs add up, or none.
 
     It holds from the call on, for all threads. Used as a context it holds until the end of the context, in
     which no adapters should be added. Several adapters compute as one of all their ranks; no weight is
-    merged. With None the layer takes the path of one without adapters. Adapters that do not compute get no
+    merged. With None the layer takes the path of one without adapters. Adapters that are not active get no
     gradient, and requires_grad stays as it is. So DistributedDataParallel needs `find_unused_parameters`, or
     `requires_grad_(False)` of those before it wraps the module. Backward of a checkpointed forward pass runs
     it again: choose the same for both, or gradients are wrong, often without an error.
@@ -168,7 +168,7 @@ def merge_lora(
 
     Args:
         module: with adapters.
-        names: one, or several; by default those that compute.
+        names: one, or several; by default the active ones.
         requantize: quantised weights that have such adapters become sums that are quantised again, in the
             weight's own format: with a new rounding error, which is often larger than the adapters. Needs
             weights that are not sharded, and memory for one in float32.

@@ -561,11 +561,11 @@ def fused_experts(
             torch.compile each forward's backward must run before the next forward; otherwise autograd
             raises, because a main_grad was modified in place. Before PyTorch 2.13 main_grads are not
             compiled: fullgraph=True raises.
-        expert_map: as that of `route_plan`, for weights that are some of E_global experts'.
-        max_rows: the most slots that get a row, and the rows that memory is taken for, where many slots are
-            remote and their number is not the host's to know. The slots past it, the last ones of the
-            highest expert ids, are dropped: they are as remote ones. Beside a plan it raises, and below T*K
-            beside a compute other than "codes".
+        expert_map: as that of `route_plan`, where the weights are those of some of E_global experts.
+        max_rows: the most slots that get a row, and the number of rows that memory is allocated for, in calls
+            where many slots are remote and the host does not know how many. The slots past it, the last ones
+            of the highest expert ids, are dropped: they count as remote. Beside a plan it raises, and below
+            T*K beside a compute other than "codes".
         dropped_rows: () int64 on x's device, to which each call adds the number of dropped slots, also where
             activation checkpointing repeats it.
         out: (T, D), contiguous, of the result's dtype: it is written and returned. Only where no gradient is

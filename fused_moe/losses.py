@@ -45,7 +45,7 @@ def load_balancing_loss(
         per_sequence: whether to take the loss of each sequence over its own tokens, logits (..., S, E), and
             return their mean. Sequences without tokens that count are left out.
         group: ranks whose tokens are one batch. f_e is taken over all of them, by one all-reduce of E + 2
-            integers, to which every rank of the group has to come. The losses' mean over the ranks is then
+            integers, which every rank of the group has to join. The losses' mean over the ranks is then
             the loss of the whole batch, in value and gradient, also where ranks have different numbers of
             tokens: DDP and FSDP, which average gradients, need no factor. Not with per_sequence.
         load: (E,) tokens per expert in the earlier micro-batches of this step, on this rank, of any integer

@@ -349,7 +349,7 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
     it has Megatron's `grad_added_to_main_grad`, too, that is set to True and .grad has values to be
     discarded. Under `fully_shard` this has no effect: forward gets other tensors, without the attributes.
 
-    In float16 an expert's act(gate) * up becomes inf beyond 65504, without a word: prefer bfloat16.
+    In float16 an expert's act(gate) * up becomes inf beyond 65504, without a warning: prefer bfloat16.
 
     A call takes x (..., D) and returns out (..., D). With return_losses=True it returns (out, RouterLosses),
     with return_ids=True (out, ids (..., K) int32), with both (out, RouterLosses, ids).

@@ -310,6 +310,7 @@ def cohere2(fields: dict) -> dict:
     return {"score_func": score_func, "route_norm": score_func == "softmax" or fields["norm_topk_prob"]}
 
 
+#: {model_type: how its MoE layers are read}: the models that `blocks` and `FusedMoE.from_hf` know.
 FAMILIES: dict[str, Family] = {
     "afmoe": family(
         SIGMOID | {"route_norm": True},
@@ -756,7 +757,7 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]  # its own code is a copy
 
-# Families whose layers are no FusedMoE, or not stored as any row has them.
+#: {model_type: why not}: families whose layers are no FusedMoE, or not stored as any row has them.
 REFUSED = {
     "axk1": "the layer's output has a norm",
     "dbrx": "the experts' weights are rows of one matrix, and any norm may divide the scores",

@@ -29,7 +29,7 @@ def register() -> None:
     Example:
         Needs SGLang, which calls it, and takes the kernels by its flag::
 
-            python -m sglang.launch_server --model-path Qwen/Qwen3-30B-A3B --moe-runner-backend fused_moe
+            sglang serve --model-path Qwen/Qwen3-30B-A3B --moe-runner-backend fused_moe
     """
     try:
         from sglang import __version__
