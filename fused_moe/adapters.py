@@ -37,8 +37,8 @@ def add_lora(
 
     The adapters are the parameters `experts.lora.a1`, `experts.lora.b1`, ..., and those of another name than
     "default" `experts.lora_NAME.a1`, ... The new ones are active from now on and earlier ones are not,
-    until `set_lora` chooses. Everything else in the module is left as it is. main_grads of the frozen parameters
-    have no effect while adapters are active. Quantised experts are the usual case.
+    until `set_lora` chooses. Everything else in the module is left as it is. main_grads of the frozen
+    parameters have no effect while adapters are active. Quantised experts are the usual case.
     `experts.lora.load(LoRA.from_peft(...))` takes adapters made elsewhere.
 
     Apply it before `fully_shard`, and before or after `ExpertParallel`, whose ranks then have the adapters of

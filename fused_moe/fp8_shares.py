@@ -36,11 +36,11 @@ class Fp8Shares:
         self.counts: dict[str, Tensor] = {}
 
     def zero(self, name: str) -> float:
-        """The share of codes that are zero. What was zero before is in it."""
+        """Returns the share of codes that are zero, those of values that are zero among them."""
         return self._share(name, 1)
 
     def saturated(self, name: str) -> float:
-        """The share of codes at 448: one of each scale's values at least, as a scale is the largest / 448."""
+        """Returns the share of codes at 448: at least one per scale, since a scale is the largest / 448."""
         return self._share(name, 2)
 
     def _share(self, name: str, which: int) -> float:

@@ -58,7 +58,8 @@ from .quantized.weight import QuantizedWeight, check_weight, read
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The router's linear layer: logits[t] = weight @ x[t] + bias, summed in float32 and not rounded after.
+    """Computes the router's linear layer: logits[t] = weight @ x[t] + bias, summed in float32 and not
+    rounded.
 
     On a GPU a token's logits have the same bits in every batch: how D is split into sums depends on D alone,
     where cuBLAS splits by the number of tokens, too. On the CPU they have the same bits in every run of the

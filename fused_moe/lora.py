@@ -314,7 +314,7 @@ class TakesLoRA(nn.Module):
 
     @property
     def active_loras(self) -> list[Adapters]:
-        """The adapters that compute."""
+        """The active adapters."""
         if not self._modules:  # most experts, and every call asks
             return []
         return [adapters for adapters in self.loras.values() if adapters.is_active]

@@ -730,6 +730,10 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         Call it once after each optimizer step, or `fused_moe.balance` once before the first. Under
         torch.distributed the counts are first summed over `process_group` (default: all ranks), so every rank
         keeps the same bias. Without load_balance_coeff it only zeroes them.
+
+        Args:
+            process_group: ranks that have the same layer. None: all ranks, if torch.distributed is
+                initialised.
         """
         if self.expert_bias is None:
             self.tokens_per_expert.zero_()
@@ -737,7 +741,10 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
             update_biases([self], process_group)
 
     def load_report(self) -> LoadReport:
-        """Returns the load of each expert on this rank since the last update of the bias."""
+        """Returns the load of each expert on this rank since the last update of the bias.
+
+        `print` shows it as at most 24 lines: see `LoadReport`.
+        """
         return report_of(self.tokens_per_expert)
 
     def extra_repr(self) -> str:

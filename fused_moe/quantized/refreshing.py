@@ -12,7 +12,7 @@ KEPT = "_fused_moe_weights"
 
 
 def refresh_weights(module: nn.Module) -> None:
-    """Makes anew, from the weights as they are now, what is kept beside them.
+    """Rebuilds what is kept beside weights, from the weights as they are now.
 
     That is the second packing of trainable QuantizedWeights in tiles; beside tiles with compute "auto", codes
     as published; float32 scales, beside those of 16 bits; and converted copies beside the parameters of

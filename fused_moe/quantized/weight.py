@@ -261,7 +261,7 @@ class QuantizedWeight(nn.Module):
         return self
 
     def refresh(self) -> None:
-        """Makes anew what is kept beside the parameters; `fused_moe.refresh_weights` says when to call it."""
+        """Rebuilds what is kept beside the parameters; `fused_moe.refresh_weights` says when to call it."""
         if self._kept:
             self._keep()
 
