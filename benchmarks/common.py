@@ -375,6 +375,14 @@ def record(options: argparse.Namespace, **measured) -> dict:
     return dict.fromkeys(FIELDS) | used | measured | machine(options.device)
 
 
+def read(*paths: Path) -> list[dict]:
+    """The records of some files. Committed ones leave out what is None or usual: random routing, the default
+    schedule, and the host of a GPU."""
+    usual = dict.fromkeys(FIELDS) | {"routing": "random", "schedule": DEFAULT_SCHEDULE, "mode": DEFAULT_MODE}
+    usual |= {"gpu": "none", "cpu": "", "threads": 0, "cuda": "none"}
+    return [usual | r for path in paths for r in json.loads(path.read_text())]
+
+
 def schedule_of(r: dict) -> str:
     """The FUSED_MOE_SCHEDULE of a record. Older records have none: default."""
     return r.get("schedule") or DEFAULT_SCHEDULE

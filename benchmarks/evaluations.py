@@ -3,19 +3,18 @@
     python benchmarks/evaluations.py
     python benchmarks/evaluations.py --page docs/evaluations.md [--check]
 
-The records are those of bench_evaluations.py in results/evaluations_h200.json; torchtitan and serving have
-files of their own. A figure without a record is "not measured yet". A published figure is from another card
-and another baseline, so it is beside ours and in no ratio.
+The records are those of bench_evaluations.py in results/evaluations_h200.json; those of torchtitan and of
+serving are in files of their own. A figure without a record is "not measured yet". A published figure is from
+another card and another baseline, so it is beside ours and in no ratio.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import common
-from bench_evaluations import FEW_ORDERS, FEW_TOKENS, LAYER_TOKENS, LOCAL_TOKENS, MODES, ORDERS, PROFILED_AT
+from bench_evaluations import FEW_ORDERS, LAYER_TOKENS, LOCAL_TOKENS, MODES, ORDERS
 from scaling import filled, table
 
 RESULTS = common.HERE / "results"
@@ -29,12 +28,13 @@ LAYER_MS |= {4096: (32.31, 3.8)}  # of Mixtral by tokens, and over a loop
 FUSED = {1: 1.40, 32: 1.18, 128: 1.16, 512: 1.27}  # of DeepSeek-V3, over unfused
 STATIC = {"balanced": "84.8%, 94.7%", "best": "90.7%, 94.9% (larger sizes)", "one-each": "59.4%, 90.1%"}
 TITAN_BATCHES = (1, 2, 4, 8)
+SHOWN_TOKENS = (1, 8, 32, 128, 512)
 STAGES = ("router_logits", "route_and_plan", "permute", "up_gate", "apart", "down", "combine")
 
 
 def records(name: str) -> list[dict]:
     path = RESULTS / name
-    return json.loads(path.read_text()) if path.exists() else []
+    return common.read(path) if path.exists() else []
 
 
 def pick(found: list[dict], **fields) -> dict:
@@ -108,7 +108,7 @@ def training_table(found: list[dict]) -> str:
             "",
         ],
     ]
-    titan = records("torchtitan_batches_h200.json")
+    titan = [r for r in records("torchtitan_h200.json") if ", batch" in r["shape"] and r["text"] == "made up"]
     runs = [{r["what"]: r for r in titan if r["local_batch_size"] == batch} for batch in TITAN_BATCHES]
 
     def over(peer: str, name: str, text: str) -> str:
@@ -126,28 +126,13 @@ def training_table(found: list[dict]) -> str:
 def few_table(found: list[dict]) -> str:
     own = [r for r in found if r["system"] == 2]
     rows = []
-    for dtype in ("fp16", "bf16"):
-        for what in ("w1", "w2"):
-            cells = []
-            for tokens in FEW_TOKENS:
-                every = [pick(own, dtype=dtype, what=what, tokens=tokens, schedule=o) for o in FEW_ORDERS]
-                cells.append(joined(every, "floor_ratio"))
-            rows.append([f"{what}, {dtype}", *cells])
-    return table(f"GEMM, M | {' | '.join(map(str, FEW_TOKENS))}", rows)
-
-
-def profile_table(found: list[dict]) -> str:
-    rows = []
     for what in ("w1", "w2"):
-        own = [
-            pick(found, system=2, dtype="fp16", what=what, tokens=PROFILED_AT, schedule=order)
-            for order in ("default", "column", "linear")
-        ]
-        text = "{l2_hits:.0f}%, {l1_hits:.0f}%; {l2_million:.1f}"
-        rows.append([what, *("; ".join(filter(None, [gb_from_memory(r), counters(r, text)])) for r in own)])
-    return table(
-        "GB from memory; hits of L2, of L1; million sectors from L2 | default order | column | linear", rows
-    )
+        cells = []
+        for tokens in SHOWN_TOKENS:
+            every = [pick(own, dtype="fp16", what=what, tokens=tokens, schedule=o) for o in FEW_ORDERS]
+            cells.append(joined(every, "floor_ratio"))
+        rows.append([what, *cells])
+    return table(f"GEMM, M | {' | '.join(map(str, SHOWN_TOKENS))}", rows)
 
 
 def layer_table(found: list[dict]) -> str:
@@ -192,10 +177,10 @@ def stage_table(found: list[dict]) -> str:
 
 def first_token_table() -> str:
     found: dict[str, list[dict]] = {}
-    for r in records("continuous_batching_h200.json"):
-        found.setdefault(f"transformers, {r['shape']}, {r['layers']} layers", []).append(r)
     for r in records("vllm_h200.json"):
-        if (r["what"], r.get("peer")) == ("fused_moe", "stock") and ", bf16, prompt 128" in r["shape"]:
+        if r["bench"] == "continuous_batching":
+            found.setdefault(f"transformers, {r['shape']}, {r['layers']} layers", []).append(r)
+        elif (r["what"], r.get("peer")) == ("fused_moe", "stock") and ", bf16, prompt 128" in r["shape"]:
             found.setdefault(f"vLLM, {r['model']}, {r['layers']} layers", []).append(r)
     rows = [
         [
@@ -278,7 +263,6 @@ def tables() -> dict[str, str]:
         "orders": orders_table(found),
         "training": training_table(found),
         "few": few_table(found),
-        "profile": profile_table(found),
         "layers": layer_table(found),
         "stages": stage_table(found),
         "first": first_token_table(),

@@ -9,6 +9,7 @@ reason.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -28,6 +29,7 @@ from fused_moe.quantized.formats import parts
 TILES = {
     (128, 256): "cooperative",
     (256, 128): "cooperative",
+    (256, 192): "cooperative",
     (128, 192): "ping-pong",
     (128, 128): "ping-pong",
 }
@@ -422,26 +424,45 @@ def tiles_in_words() -> str:
     return f"{each}, in clusters of {'x'.join(map(str, CLUSTER))}"
 
 
+def has_tile(config) -> bool:
+    """Whether one of QuACK's configurations is among TILES."""
+    kind = "ping-pong" if config.pingpong else "cooperative"
+    cluster = (config.cluster_m, config.cluster_n)
+    return TILES.get((config.tile_m, config.tile_n)) == kind and cluster == CLUSTER and not config.swap_ab
+
+
 def restrict_tiles() -> None:
-    """Leaves only TILES in the tuning lists of QuACK, SonicMoE's GEMM library."""
+    """Leaves only TILES in the tuning lists of QuACK, SonicMoE's GEMM library.
+
+    QuACK 0.4.1 has a list for each of its three GEMMs. 0.6.5 has one for plain GEMMs; the lists of those with
+    an activation are made by get_all_configs in their first call.
+    """
     from quack import gemm_interface
 
-    def known(config) -> bool:
-        kind = "ping-pong" if config.pingpong else "cooperative"
-        cluster = (config.cluster_m, config.cluster_n)
-        return TILES.get((config.tile_m, config.tile_n)) == kind and cluster == CLUSTER and not config.swap_ab
-
     for name in ("gemm_tuned", "gemm_gated_tuned", "gemm_dgated_tuned"):
-        tuner = getattr(gemm_interface, name)
-        tuner.configs = [entry for entry in tuner.configs if known(entry.kwargs["config"])]
+        if tuner := getattr(gemm_interface, name, None):
+            tuner.configs = [entry for entry in tuner.configs if has_tile(entry.kwargs["config"])]
+    try:
+        from quack.gemm_runtime import autotune
+    except ImportError:  # 0.4.1
+        return
+    every = getattr(autotune.get_all_configs, "every", autotune.get_all_configs)
+
+    def restricted(*args, **kwargs) -> list:
+        return [config for config in every(*args, **kwargs) if has_tile(config)]
+
+    restricted.every = every
+    autotune.get_all_configs = restricted
 
 
 class SonicMoE(nn.Module):
     """github.com/Dao-AILab/sonic-moe through the function that sonic-moe's benchmark times.
 
-    Its package asks for an older PyTorch: pip install --no-deps sonic-moe==0.1.2.post1 quack-kernels==0.4.1
-    nvidia-cutlass-dsl==4.4.2 nvidia-cutlass-dsl-libs-base==4.4.2 "apache-tvm-ffi<0.2" torch-c-dlpack-ext.
-    Compiling takes five minutes for the first shape; QUACK_CACHE_DIR keeps the kernels.
+    Its package asks for an older PyTorch, so it is installed without what it asks for: pip install --no-deps
+    sonic-moe==0.1.2.post1 quack-kernels==0.6.5 nvidia-cutlass-dsl==4.7.0 nvidia-cutlass-dsl-libs-base==4.7.0
+    nvidia-cutlass-dsl-libs-core==4.7.0 nvidia-cutlass-dsl-libs-cu13==4.7.0 "apache-tvm-ffi<0.2"
+    torch-c-dlpack-ext; or quack-kernels==0.4.1 with nvidia-cutlass-dsl 4.4.2. Compiling takes minutes for the
+    first shape; QUACK_CACHE_DIR keeps the kernels.
 
     Its MoE module would add a balance loss. Gate and up rows of its first weight alternate. Its softmax
     over the K chosen logits is our renormalised softmax over all.
@@ -449,6 +470,8 @@ class SonicMoE(nn.Module):
 
     def __init__(self, ours: FusedMoE):
         super().__init__()
+        # QuACK 0.6.5 keys its kernels by what their source refers to, and CUTLASS' source refers to a logger
+        logging.Logger.__quack_semantic_key__ = lambda logger: logger.name
         try:
             from sonicmoe.enums import ActivationType
             from sonicmoe.functional import moe_TC_softmax_topk_layer

@@ -71,13 +71,13 @@ def titan_layer(batch: int) -> Layer:
 
 def records(name: str) -> list[dict]:
     path = RESULTS / name
-    return json.loads(path.read_text()) if path.exists() else []
+    return common.read(path) if path.exists() else []
 
 
 def rest_us(batch: int, links: Links) -> float:
     """A layer's time beside its MoE: a line through the recorded steps of 16B6 on two GPUs at four batches,
     less the computed time of its MoE layers."""
-    found = [r for r in records("torchtitan_batches_h200.json") if r["what"] == "fused_moe"]
+    found = [r for r in records("torchtitan_h200.json") if r["what"] == "fused_moe" and r["steps"] == 40]
     batches = [r["local_batch_size"] for r in found]
     us = [
         r["time_us"]
@@ -150,7 +150,7 @@ def runs(links: Links) -> Iterator[tuple[str, str, float, float]]:
         ("16B6, 4 GPUs", 4, 1, "FSDP2"),
         ("16B6, 2 GPUs, EP 2", 2, 2, SLOT),
     ):
-        found = [r for r in records("torchtitan_again_h200.json") if r["shape"] == shape]
+        found = [r for r in records("torchtitan_h200.json") if r["shape"] == shape]
         tokens = next(r["tokens_per_second"] for r in found if r["what"] == "fused_moe")
         yield (
             f"{shape}, {how}, batch 4",

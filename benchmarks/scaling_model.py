@@ -179,7 +179,7 @@ def fullest_rank(num_experts: int, ranks: int, top_k: int) -> float:
 @lru_cache
 def recorded(shape: str) -> dict[str, dict]:
     """The record of each pass on an H200, timed as in a step of many layers."""
-    records = json.loads((common.HERE / "results" / "layer_h200.json").read_text())
+    records = common.read(common.HERE / "results" / "layer_h200.json")
     found = [r for r in records if r["shape"] == shape and common.mode_of(r) == "queued"]
     if not found:
         raise SystemExit(f"--shape: expected a shape of results/layer_h200.json, found {shape}")

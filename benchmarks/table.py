@@ -1,23 +1,26 @@
-"""Prints records as Markdown tables, one per machine, benchmark and dtype, or updates a page with them.
+"""Prints records as Markdown tables, one per machine, benchmark and dtype, or renews a page's.
 
 python benchmarks/table.py benchmarks/results/*.json
-python benchmarks/table.py benchmarks/results/layer_*.json --page docs/performance.md [--check]
-python benchmarks/table.py --gains benchmarks/results/gemm_h200.json
-python benchmarks/table.py --profile benchmarks/results/layer_h200.json
+python benchmarks/table.py --page docs/performance.md [--check]
+python benchmarks/table.py --gains RECORDS...
+python benchmarks/table.py --profile RECORDS...
 
 A layer that one run timed in both modes has one row: queued, with its single calls in a separate column.
 Records of bench_torchtitan.py have a row for each model, local batch and variant. Those of bench_vllm.py and
 bench_continuous_batching.py have a row for each number of requests: fused_moe against the engine's experts.
+The page's tables are those of PAGE, of the committed records.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import common
 from common import (
     DEFAULT_MODE,
     DEFAULT_SCHEDULE,
@@ -34,19 +37,23 @@ from tabulate import tabulate
 # What the caption says if all records of a table share it, and a column otherwise
 SAID_ONCE = {"tier": lambda r: r["tier"], "mode": mode_of, "dtype": lambda r: r["dtype"]}
 UNSAID = ("cpu", DEFAULT_MODE)
-BEGIN, END = "<!-- performance: begin -->", "<!-- performance: end -->"
+RESULTS = common.HERE / "results"
+PLACE = re.compile(r"(<!-- performance: (\w+) -->\n).*?(<!-- performance: end -->)", re.DOTALL)
+NAMES = {"fused_moe": "fused_moe", "grouped_mm": "`_grouped_mm`"}
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("files", nargs="+", type=Path, help="records that the programs wrote with --json")
+    flags.add_argument("files", nargs="*", type=Path, help="records that the programs wrote with --json")
     flags.add_argument("--gains", action="store_true", help="compare schedules with the default one")
     flags.add_argument("--profile", action="store_true", help="GPU time by kernel, and power")
-    flags.add_argument("--page", type=Path, help="replace the text between its two markers")
+    flags.add_argument("--page", type=Path, help="renew the tables of PAGE in it")
     flags.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
     options = flags.parse_args(argv)
     if options.check and not options.page:
         flags.error("--check needs --page")
+    if bool(options.files) == bool(options.page):
+        flags.error("expected either records or --page")
     return options
 
 
@@ -320,26 +327,234 @@ def profile(records: list[dict]) -> str:
     return "\n\n".join(parts) or "no step was profiled"
 
 
-def between_markers(page: str, text: str) -> str:
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"expected the lines {BEGIN} and {END}")
-    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+# --- docs/performance.md ------------------------------------------------------------------------------
+
+
+def source(records: list[dict], name: str) -> str:
+    """The card, the commits and the days of a table, linked to the file."""
+    r = records[0]
+    cards = {"none": f"{r['threads']} threads, {r['cpu']}"}
+    commits = " and ".join(dict.fromkeys(f"{r['commit']} of {r['date']}" for r in records))
+    return (
+        f"[{cards.get(r['gpu'], r['gpu'])}](../benchmarks/results/{name}), {commits}, PyTorch {r['torch']}."
+    )
+
+
+def row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def plain(records: list[dict], name: str, headers: str, rows: list[list[str]]) -> str:
+    titles = headers.split(" | ")
+    return "\n".join([source(records, name), "", row(titles), row(["---"] * len(titles)), *map(row, rows)])
+
+
+def ratio(r: dict, name: str) -> str:
+    return "" if r.get(name) is None else f"{r[name]:.2f}x"
+
+
+def by_shape(records: list[dict]) -> dict[tuple, dict[str, dict]]:
+    """Records of a layer or of experts, by shape and dtype, then by what was timed."""
+    found: dict[tuple, dict[str, dict]] = {}
+    for r in records:
+        found.setdefault((r["shape"], r["dtype"]), {})[r["what"]] = r
+    return found
+
+
+def page_layers() -> str:
+    name = "layer_h200.json"
+    records = [r for r in common.read(RESULTS / name) if mode_of(r) == "queued"]
+    rows = []
+    for (shape, _), whats in by_shape(records).items():
+        forward, both = whats["forward"], whats["forward_backward"]
+        rows.append([shape, sizes(both)])
+        rows[-1] += [f"{forward['time_us'] / 1e3:.2f}, {both['time_us'] / 1e3:.2f}"]
+        rows[-1] += [f"{ratio(forward, n)}, {ratio(both, n)}" for n in ("torch_ratio", "ratio_to_sonicmoe")]
+        rows[-1] += [f"{forward['dense_ratio']:.2f}, {both['dense_ratio']:.2f}"]
+        for memory in ("activation_mib", "peak_mib"):
+            rows[-1].append(", ".join(f"{both[memory + peer]:,.0f}" for peer in ("", "_torch", "_sonicmoe")))
+    headers = "layer | T, E, K, D, F | ms | over `_grouped_mm` | over SonicMoE | of dense"
+    return plain(records, name, f"{headers} | MiB kept | MiB at the peak", rows)
+
+
+def page_models() -> str:
+    name = "models_h100.json"
+    records = [r for r in common.read(RESULTS / name) if r["bench"] == "layer"]
+    rows = []
+    for (shape, _), whats in by_shape(records).items():
+        forward, both = whats["forward"], whats["forward_backward"]
+        rows.append([shape, sizes(both), f"{forward['time_us'] / 1e3:.2f}, {both['time_us'] / 1e3:.2f}"])
+        rows[-1] += [f"{ratio(forward, 'torch_ratio')}, {ratio(both, 'torch_ratio')}"]
+        rows[-1] += [f"{forward[n]:.2f}, {both[n]:.2f}" for n in ("dense_ratio", "floor_ratio")]
+    headers = "layer | T, E, K, D, F | ms | over `_grouped_mm` | of dense | of the floor"
+    return plain(records, name, headers, rows)
+
+
+def page_decode() -> str:
+    name, tokens = "decode_h200.json", (1, 8, 32, 128, 512, 2048)
+    records = common.read(RESULTS / name)
+    parts = {
+        "µs": lambda r: f"{r['time_us']:.0f}",
+        "of the floor": lambda r: f"{r['floor_ratio']:.2f}",
+        "over vLLM's tuned kernel": lambda r: ratio(r, "ratio_to_vllm"),
+        "over its batch-invariant one": lambda r: ratio(r, "ratio_to_vllm_invariant"),
+        "over `_grouped_mm`": lambda r: ratio(r, "torch_ratio"),
+    }
+    rows = []
+    for shape in dict.fromkeys(r["shape"] for r in records):
+        own = {r["tokens"]: r for r in records if r["shape"] == shape}
+        rows += [[f"{shape}: {part}", *(cell(own[t]) for t in tokens)] for part, cell in parts.items()]
+    return plain(records, name, f"experts, tokens | {' | '.join(map(str, tokens))}", rows)
+
+
+def page_engine() -> str:
+    name, requests = "vllm_h200.json", (1, 8, 32, 128)
+    records = [r for r in common.read(RESULTS / name) if r["bench"] == "vllm" and r["commit"] == "c34cc48"]
+    rows = []
+    for shape in dict.fromkeys(r["shape"] for r in records):
+        found = {(r["what"], r["tokens"]): r for r in records if r["shape"] == shape and r.get("peer")}
+        usual = [found["fused_moe", n] for n in requests]
+        rows.append([shape, *(ratio(found["fused_moe_invariant", n], "peer_ratio") for n in requests)])
+        for part in ("gpu_first_token_ratio", "gpu_step_ratio", "peer_ratio"):
+            values = [r[part] for r in usual]
+            rows[-1].append(f"{min(values):.2f}x to {max(values):.2f}x")
+    counts = " | ".join(map(str, requests))
+    headers = f"engine; batch-invariant, requests | {counts} | usual: first token | decode step | tokens/s"
+    return plain(records, name, headers, rows)
+
+
+def page_quantised() -> str:
+    name, tokens = "quantised_h100.json", (1, 8, 32, 128, 512, 2048)
+    records = [r for r in common.read(RESULTS / name) if r["bench"] == "decode_quantised"]
+    rows = []
+    for shape in dict.fromkeys(r["shape"] for r in records):
+        for what in dict.fromkeys(r["what"] for r in records):
+            every = [r for r in records if (r["shape"], r["what"]) == (shape, what)]
+            own = {r["tokens"]: r for r in every if r["commit"] == records[0]["commit"]}
+            cells = [ratio(own.get(t, {}), "ratio_to_bf16") for t in tokens]
+            for peer in ("ratio_to_marlin", "ratio_to_humming"):
+                found = [r[peer] for r in every if r.get(peer)]
+                span = f"{min(found):.2f}x to {max(found):.2f}x" if found else ""
+                cells.append(f"{statistics.geometric_mean(found):.2f}x ({span})" if found else "")
+            rows.append([f"{shape}, {what}", *cells])
+    headers = f"experts, tokens | {' | '.join(map(str, tokens))} | over Marlin | over Humming"
+    return plain(records, name, headers, rows)
+
+
+def page_eight_bits() -> str:
+    name = "eight_bits_h200.json"
+    every = [r for r in common.read(RESULTS / name) if r["bench"] == "eight_bits"]
+    records = [r for r in every if "," not in r["shape"]]
+    whats = ("fp8_block", "fp8_block, compute fp8", "fp8, compute fp8", "int8, compute int8")
+    rows = []
+    for shape in dict.fromkeys(r["shape"] for r in records):
+        own: dict[str, dict] = {}
+        for r in records:
+            if r["shape"] == shape:
+                own[r["what"]] = own.get(r["what"], r)  # the first of two runs
+        cells = [ratio(own[what], "ratio_to_bf16") for what in (*whats, "int8, compute int8_smooth")]
+        rows.append([shape, f"{own['experts']['tokens']:,}", *cells])
+    headers = "experts | tokens | fp8_block weights | fp8_block both | fp8 both | int8 both | int8, smooth"
+    return plain(records, name, headers, rows)
+
+
+def page_fp8() -> str:
+    name = "fp8_training_h200.json"
+    records = common.read(RESULTS / name)
+    rows = []
+    for shape in dict.fromkeys(r["shape"] for r in records):
+        own = [r for r in records if r["shape"] == shape]
+        first = {r["what"]: r for r in own if r["commit"] == records[0]["commit"]}
+        sonic = next((r for r in own if r["what"] == "fp8" and r.get("ratio_to_sonicmoe")), {})
+        rows.append([shape, f"{first['experts']['time_us'] / 1e3:.2f}, {first['fp8']['time_us'] / 1e3:.2f}"])
+        rows[-1] += [ratio(first[what], "ratio_to_bf16") for what in ("fp8", "fp8, every 8th")]
+        rows[-1] += [ratio(sonic, "ratio_to_sonicmoe")]
+        for memory in ("activation_mib", "peak_mib"):
+            rows[-1].append(", ".join(f"{first[what][memory]:,.0f}" for what in ("experts", "fp8")))
+    headers = (
+        "experts | ms, bf16 and FP8 | FP8 over bf16 | quantised every 8th step | FP8 over SonicMoE in bf16"
+    )
+    return plain(records, name, f"{headers} | MiB kept, bf16 and FP8 | MiB at the peak", rows)
+
+
+def page_linear() -> str:
+    name, tokens = "linear_h200.json", (1, 8, 64, 512, 2048, 4096, 8192, 16384)
+    records = common.read(RESULTS / name)
+    rows = []
+    for what in ("forward", "forward_backward"):
+        for shape in dict.fromkeys(r["shape"] for r in records):
+            own = {r["tokens"]: r for r in records if (r["shape"], r["what"]) == (shape, what)}
+            cells = [ratio(own.get(t, {}), "dense_ratio") for t in tokens]
+            rows.append([f"{shape}, {what.replace('_', ' + ')}", *cells])
+    return plain(records, name, f"weight, tokens | {' | '.join(map(str, tokens))}", rows)
+
+
+def page_gpus() -> str:
+    name = "torchtitan_h200.json"
+    every = common.read(RESULTS / name)
+    records = [r for r in every if r["what"] in NAMES and r["shape"].startswith("16B6") and r["steps"] < 200]
+    runs: dict[tuple, dict[str, dict]] = {}
+    for r in records:
+        runs.setdefault((r["shape"], r["local_batch_size"], r["commit"]), {})[r["what"]] = r
+    rows = []
+    for (shape, batch, _), found in sorted(runs.items(), key=lambda item: (item[0][0], item[0][1])):
+        ours, theirs = (found[what] for what in ("fused_moe", "grouped_mm"))
+        rows.append([shape.removesuffix(f", batch {batch}"), str(batch)])
+        rows[-1] += [f"{ours['tokens_per_second']:,}, {theirs['tokens_per_second']:,}"]
+        rows[-1] += [f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}x"]
+        rows[-1] += [f"{ours['peak_mib']:,}, {theirs['peak_mib']:,}"]
+        rows[-1] += [f"{ours['final_loss'] / theirs['final_loss']:.4f}"]
+    headers = "model | local batch | tokens/s per GPU | faster by | MiB at the peak | final loss over its"
+    return plain(records, name, headers, rows)
+
+
+def page_cpu() -> str:
+    name = "layer_cpu.json"
+    records = common.read(RESULTS / name)
+    rows = []
+    for (shape, dtype), whats in by_shape(records).items():
+        own = whats["forward"], whats["forward_backward"]
+        rows.append([f"{shape}, {dtype}", sizes(own[0])])
+        rows[-1] += [", ".join(ratio(r, "peer_ratio") for r in own)]
+        rows[-1] += [", ".join(f"{r['dense_ratio']:.2f}" for r in own)]
+    return plain(records, name, "layer | T, E, K, D, F | over the loop | of dense", rows)
+
+
+PAGE = {
+    "layers": page_layers,
+    "models": page_models,
+    "decode": page_decode,
+    "engine": page_engine,
+    "quantised": page_quantised,
+    "eight_bits": page_eight_bits,
+    "fp8": page_fp8,
+    "linear": page_linear,
+    "gpus": page_gpus,
+    "cpu": page_cpu,
+}
+
+
+def renewed(page: str) -> str:
+    """The page with each of its tables made again."""
+    names = [name for _, name, _ in PLACE.findall(page)]
+    if not names or set(names) - set(PAGE):
+        raise SystemExit(
+            f"--page: expected places <!-- performance: NAME --> with names of {', '.join(PAGE)},"
+            f" found {', '.join(names) or 'none'}"
+        )
+    return PLACE.sub(lambda place: f"{place[1]}\n{PAGE[place[2]]()}\n\n{place[3]}", page)
 
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
-    records = [r for path in options.files for r in json.loads(path.read_text())]
-    made = gains if options.gains else profile if options.profile else tables
-    text = made(records)
     if not options.page:
-        print(text)
+        made = gains if options.gains else profile if options.profile else tables
+        print(made(common.read(*options.files)))
         return
     old = options.page.read_text()
-    new = between_markers(old, text)
+    new = renewed(old)
     if options.check and old != new:
-        sys.exit(f"{options.page} is out of date: run this again without --check")
+        sys.exit(f"{options.page} is out of date: python benchmarks/table.py --page {options.page}")
     if not options.check:
         options.page.write_text(new)
 

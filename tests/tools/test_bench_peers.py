@@ -136,25 +136,35 @@ def test_padded_rows(load):
 # --- tiles and blocks ---------------------------------------------------------------------------------
 
 
-def test_sonicmoe_chooses_from_the_tiles_that_are_said(load, monkeypatch):
-    """With a stand-in for QuACK's tuning lists."""
+@pytest.mark.parametrize("version", ("0.4.1", "0.6.5"))
+def test_sonicmoe_chooses_from_the_tiles_that_are_said(load, monkeypatch, version):
+    """With a stand-in for QuACK's tuning lists, which 0.6.5 makes when a GEMM is first called."""
     peers = load("peers")
     fields = ("tile_m", "tile_n", "pingpong", "cluster_m", "cluster_n", "swap_ab")
     every = [
-        SimpleNamespace(kwargs={"config": SimpleNamespace(**dict(zip(fields, values, strict=True)))})
+        SimpleNamespace(**dict(zip(fields, values, strict=True)))
         for values in product(*2 * [(128, 192, 256)], (False, True), (1, 2), (1, 2), (False, True))
     ]
-    names = ("gemm_tuned", "gemm_gated_tuned", "gemm_dgated_tuned")
-    tuners = {name: SimpleNamespace(configs=list(every)) for name in names}
+    entries = [SimpleNamespace(kwargs={"config": config}) for config in every]
+    names = ("gemm_tuned", "gemm_gated_tuned", "gemm_dgated_tuned")[: 3 if version == "0.4.1" else 1]
+    tuners = {name: SimpleNamespace(configs=list(entries)) for name in names}
     quack = SimpleNamespace(gemm_interface=SimpleNamespace(**tuners))
+    autotune = SimpleNamespace(get_all_configs=lambda epilogue=None: list(every))
     monkeypatch.setitem(sys.modules, "quack", quack)
+    runtime = None if version == "0.4.1" else SimpleNamespace(autotune=autotune)
+    monkeypatch.setitem(sys.modules, "quack.gemm_runtime", runtime)
     for _ in range(2):  # again for the next layer
         peers.restrict_tiles()
-    tiles = {(128, 256, False), (256, 128, False), (128, 192, True), (128, 128, True)}
-    for tuner in tuners.values():
-        kept = {tuple(vars(c.kwargs["config"]).values()) for c in tuner.configs}
-        assert kept == {(*tile, 2, 1, False) for tile in tiles} and len(tuner.configs) == 4
-    words = "128x256 cooperative, 256x128 cooperative, 128x192 ping-pong, 128x128 ping-pong"
+    lists = [[entry.kwargs["config"] for entry in tuner.configs] for tuner in tuners.values()]
+    if version != "0.4.1":
+        lists.append(autotune.get_all_configs(epilogue="gated"))
+    tiles = {(128, 256, False), (256, 128, False), (256, 192, False), (128, 192, True), (128, 128, True)}
+    for kept in lists:
+        assert {tuple(vars(config).values()) for config in kept} == {(*tile, 2, 1, False) for tile in tiles}
+        assert len(kept) == 5
+    words = (
+        "128x256 cooperative, 256x128 cooperative, 256x192 cooperative, 128x192 ping-pong, 128x128 ping-pong"
+    )
     assert peers.tiles_in_words() == f"{words}, in clusters of 2x1"
 
 
