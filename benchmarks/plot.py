@@ -14,12 +14,11 @@ bench_kernels.py if there is one.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 
 import matplotlib
-from common import PEERS, eager_beside_queued, layer_sizes
+from common import PEERS, eager_beside_queued, layer_sizes, read
 from profiling import ORDER
 
 matplotlib.use("Agg")
@@ -330,9 +329,7 @@ def save(figure, path: Path, **options) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
-    found = [json.loads(path.read_text()) for path in options.files]
-    records = [r for part in found if isinstance(part, list) for r in part]  # logs of train_lm.py are skipped
-    records = eager_beside_queued(records)
+    records = eager_beside_queued(read(*options.files))
     roofline(records, options.output / "roofline.png")
     ratios(records, options.output / "ratios.png")
     speedups(records, options.output / "speedups.png")

@@ -10,7 +10,6 @@ that are shared or oversubscribed, and the random spread of a rank's rows.
 
 from __future__ import annotations
 
-import json
 import math
 from functools import lru_cache
 from statistics import NormalDist

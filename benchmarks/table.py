@@ -220,7 +220,7 @@ def serving(records: list[dict]) -> str:
             theirs = next(p for p in records if p["what"] == r["peer"] and all(p[n] == r[n] for n in same))
             modes = {"invariant": ", batch-invariant", "codes": ", 16-bit activations"}
             mode = modes.get(r["what"].split("_")[-1], "")
-            tuned = ", tuned tiles" if theirs["tiles"] else ""
+            tuned = ", tuned tiles" if theirs.get("tiles") else ""
             experts = ", ".join(name.removesuffix(" MoE backend") for name in theirs["backends"]) + tuned
             bits = " against ".join("yes" if each["same_bits"] else "no" for each in (r, theirs))
             gpu = [f"{r[n]:.2f}x" if r.get(n) else None for n in ("gpu_first_token_ratio", "gpu_step_ratio")]

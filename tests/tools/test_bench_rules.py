@@ -460,23 +460,26 @@ def test_kernels_are_attributed_to_layers(load, tmp_path, again):
 
 
 def test_committed_records_make_tables_and_pictures(load, tmp_path, capsys):
-    """All programs with a table have one: layers, GEMMs, profiles, decoding, engines, trainers."""
-    every = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    every = [r for records in every if isinstance(records, list) for r in records]
-    every = [r for r in every if "gpu" in r and r.get("bench") not in (None, "linear")]
-    every = [r for r in every if r["bench"] != "layer" or r["peer"] == "sonicmoe"]
+    """Layers, decoding, engines, trainers. Curves and a profile are made up."""
+    every = load("common").read(
+        *(path for path in sorted(RESULTS.glob("*.json")) if path.name != "trust.json")
+    )
+    unlike = ("linear", "grpo", "train_lm")
+    every = [r for r in every if r["gpu"] != "none" and r["bench"] not in unlike]
     shapes = {r["bench"]: r["shape"] for r in reversed(every)}  # the first of each program
     path, pictures = tmp_path / "records.json", tmp_path / "pictures"
-    path.write_text(json.dumps([r for r in every if r["shape"] == shapes[r["bench"]]]))
-    assert len(shapes) > 15
+    chosen = [r for r in every if r["shape"] == shapes[r["bench"]]]
+    path.write_text(json.dumps(chosen))
+    assert len(shapes) > 10
     load("table").main([str(path)])
     text = capsys.readouterr().out
-    for said in ("against SonicMoE", "against vLLM", "more by", "fused_moe's loss over it", "GB/s", "dense"):
+    for said in ("against SonicMoE", "against vLLM", "more by", "fused_moe's loss over it", "dense"):
         assert said in text, said
-    load("table").main([str(path), "--profile"])
-    assert "floor / µs" in capsys.readouterr().out
-    load("table").main([str(RESULTS / "schedule_h200.json"), "--gains"])
-    assert "default against dense" in capsys.readouterr().out
+    layer = next(r for r in every if r["bench"] == "layer")
+    trainer = next(r for r in every if r["bench"] == "torchtitan") | {"losses": [3.0, 2.0, 1.5]}
+    steps = ("ours", "step", 20), ("ours", "up_gate", 12), ("sonicmoe", "step", 22), ("dense", "step", 15)
+    profile = [layer | {"bench": "profile", "layer": n, "what": w, "time_us": us} for n, w, us in steps]
+    path.write_text(json.dumps([*chosen, trainer, *profile]))
     load("plot").main([str(path), "-o", str(pictures)])
     names = {"roofline", "ratios", "speedups", "losses", "profile", "decode", "serving"}
     assert {picture.stem for picture in pictures.iterdir()} == names
@@ -484,20 +487,25 @@ def test_committed_records_make_tables_and_pictures(load, tmp_path, capsys):
 
 
 def test_a_page_holds_the_committed_results(load, tmp_path):
-    """Its text between two markers, which --check compares."""
-    files = [str(path) for path in sorted(RESULTS.glob("layer_*.json"))]
-    table, page = load("table"), tmp_path / "page.md"
-    table.main([*files, "--page", str(ROOT / "docs" / "performance.md"), "--check"])
-    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    """Each table between its two marks, which --check compares."""
+    table, page, real = load("table"), tmp_path / "page.md", ROOT / "docs" / "performance.md"
+    table.main(["--page", str(real), "--check"])
+    assert [name for _, name, _ in table.PLACE.findall(real.read_text())] == [*table.PAGE]
+    begin, end = "<!-- performance: cpu -->", "<!-- performance: end -->"
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     with pytest.raises(SystemExit, match="out of date"):
-        table.main([*files, "--page", str(page), "--check"])
-    table.main([*files, "--page", str(page)])
-    table.main([*files, "--page", str(page), "--check"])
+        table.main(["--page", str(page), "--check"])
+    table.main(["--page", str(page)])
+    table.main(["--page", str(page), "--check"])
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    page.write_text("no markers\n")
-    with pytest.raises(SystemExit, match="performance: begin"):
-        table.main([*files, "--page", str(page)])
+    assert "layer_cpu.json), e5ca915 of " in text and "| cpu-32-experts, fp32 |" in text
+    for wrong in ("no marks\n", f"<!-- performance: nothing -->\n{end}\n"):
+        page.write_text(wrong)
+        with pytest.raises(SystemExit, match="expected places <!-- performance: NAME -->"):
+            table.main(["--page", str(page)])
+    with pytest.raises(SystemExit):
+        table.main([])
 
 
 def test_single_calls_stand_beside_queued_ones(load):

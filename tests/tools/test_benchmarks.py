@@ -23,6 +23,7 @@ from fused_moe.activation import ACTIVATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
 PROGRAMS = [path.stem for path in sorted(BENCHMARKS.glob("*.py")) if "argparse" in path.read_text()]
 PROGRAMS = [name for name in PROGRAMS if "def main(" in (BENCHMARKS / f"{name}.py").read_text()]
 SMALL = "24,8,2,64,32"
@@ -325,37 +326,72 @@ def test_wrong_flags_of_torchtitan(load, capsys, flags, said):
 
 
 PYTHON = """#!/bin/sh
-case "$*" in *--profile*) exit 1 ;; esac
+case "$*" in *fp16*) exit 1 ;; esac
 echo "$@" >>"$RAN"
 """
+SMI = """#!/bin/sh
+case "$1" in --list-gpus) printf 'GPU 0: a\\nGPU 1: b\\n' ;; *) echo NVIDIA H200 ;; esac
+"""
+# They need another package or two ranks: only their flags are looked at.
+NOT_RUN = {f"bench_{name}" for name in "vllm transformers lora continuous_batching torchtitan".split()}
 
 
-def test_measure_runs_every_program(run, monkeypatch, tmp_path):
-    """With flags that each takes. One that fails, as a profile without a GPU, is named and stops no other;
-    nothing runs past the limit."""
-    python, ran = tmp_path / "python", tmp_path / "ran"
-    python.write_text(PYTHON)
-    python.chmod(0o755)
-    shapes = {"SHAPES": "24,8,2,128,128", "OTHER_SHAPES": "", "PYTHON": str(python), "RAN": str(ran)}
-    shapes["SYSTEM_SHAPE"] = "24,8,2,64,32"
-    command = [str(BENCHMARKS / "measure.sh"), str(tmp_path / "records")]
-    options = {"env": os.environ | shapes, "capture_output": True, "text": True}
-    found = subprocess.run(command, **options)
-    failed = "failed or not run, after [0-9]+ s:\n  bench_layer --shape 24,8,2,128,128 .*--profile\n$"
+def measured(tmp_path, *flags: str, gpu: bool) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
+    """measure.sh with small shapes and a stand-in for Python, and what it ran."""
+    bin, ran = tmp_path / "bin", tmp_path / "ran"
+    bin.mkdir(exist_ok=True)
+    for name, text in (("python", PYTHON), ("nvidia-smi", SMI if gpu else "#!/bin/sh\nexit 9\n")):
+        (bin / name).write_text(text)
+        (bin / name).chmod(0o755)
+    ran.write_text("")
+    shapes = {"SHAPES": "24,8,2,128,128", "EXPERTS": "24,8,2,128,128", "OTHER_SHAPES": "24,8,2,128,128"}
+    shapes |= {"PYTHON": str(bin / "python"), "RAN": str(ran), "SYSTEM_SHAPE": SMALL}
+    command = [str(BENCHMARKS / "measure.sh"), str(tmp_path / "records"), *flags]
+    env = os.environ | shapes | {"PATH": f"{bin}:{os.environ['PATH']}"}
+    found = subprocess.run(command, env=env, capture_output=True, text=True)
+    return found, [line.split() for line in ran.read_text().splitlines()]
+
+
+def test_measure_makes_the_committed_records(tmp_path):
+    """Those of a program of benchmarks/, and no others, named after the card that it runs on."""
+    made = set()
+    for gpu, card in ((True, "h200"), (False, "cpu")):
+        found, lines = measured(tmp_path, gpu=gpu)
+        assert ("all done" in found.stdout) != gpu
+        for line in lines:
+            program = next(Path(word).name for word in line if word.endswith(".py"))
+            name = Path(line[line.index("--json") + 1]).name
+            assert name.endswith(f"_{card}.json")
+            made.add((name, program))
+    rows = re.findall(r"^\| (\S+\.json) \| (.*?) \|", (RESULTS / "README.md").read_text(), re.MULTILINE)
+    committed = {(name, program) for name, text in rows for program in re.findall(r"bench_\w+\.py", text)}
+    assert made == {(name.replace("_h100", "_h200"), program) for name, program in committed}
+
+
+def test_measure_runs_every_program(load, run, monkeypatch, tmp_path, capsys):
+    """With flags that each takes. One that fails is named and stops no other; nothing runs past the limit."""
+    found, lines = measured(tmp_path, gpu=True)
+    failed = "failed or not run, after [0-9]+ s:\n  bench_layer --shape 24,8,2,128,128 .*fp16.*\n$"
     assert found.returncode == 1 and re.search(failed, found.stdout), found.stdout + found.stderr
-    lines = [line.split() for line in ran.read_text().splitlines()]
-    names = ["layer", "layer", "gemm", "kernels", "decode", "eight_bits", "fp8_training"]
-    names += ["evaluations"] * 5
-    assert [line[0] for line in lines] == [f"benchmarks/bench_{name}.py" for name in names]
-    for path, *flags in lines:
-        i = flags.index("--json")
-        assert flags[i + 1].startswith(f"{tmp_path}/records/") and flags[i + 2 :] == ["--append"]
-        monkeypatch.chdir(tmp_path)
-        few = ["--tokens", "1"] if "decode" in path or "evaluations" in path else []
-        assert run(Path(path).stem, *flags[:i], *few)
-    found = subprocess.run([*command, "--limit", "0"], **options)
-    assert found.returncode == 1 and found.stdout.count("\n  bench_") == len(lines) + 1
-    assert len(ran.read_text().splitlines()) == len(lines)
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        start = next(i for i, word in enumerate(line) if word.endswith(".py"))
+        name, flags, i = Path(line[start]).stem, line[start + 1 :], line.index("--json")
+        assert line[i + 1].startswith(f"{tmp_path}/records/") and line[i + 2 :] == ["--append"]
+        flags = line[start + 1 : i]
+        few = ["--tokens", "1"] if re.search("decode|evaluations|linear|quantised", name) else []
+        if name == "bench_linear":
+            few += ["--shape", "64,64"]
+        if name in NOT_RUN:
+            with pytest.raises(SystemExit):
+                load(name).main(["--help"])
+            assert {f for f in flags if f.startswith("--")} <= set(
+                re.findall(r"--[\w-]+", capsys.readouterr().out)
+            )
+        elif name != "bench_expert_parallel":
+            assert run(name, *flags, *few)
+    found, none = measured(tmp_path, "--limit", "0", gpu=True)
+    assert found.returncode == 1 and found.stdout.count("\n  bench_") == len(lines) + 1 and not none
 
 
 # --- peers --------------------------------------------------------------------------------------------
