@@ -508,6 +508,25 @@ def test_a_page_holds_the_committed_results(load, tmp_path):
         table.main([])
 
 
+def test_sonicmoe_in_several_runs(load, monkeypatch, tmp_path):
+    """The table of layers has the lowest ratio of each shape's runs and names them. A shape may have none."""
+    table = load("table")
+    records = [r for r in json.loads((RESULTS / "layer_h200.json").read_text()) if r["mode"] == "queued"]
+    (tmp_path / "layer_h200.json").write_text(json.dumps(records))
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    text = table.page_layers()
+    assert ". SonicMoE 0.1.2.post1, QuACK 0.4.1, tiles " in text and "The lowest" not in text
+    first = [
+        r | {"commit": "1234567", "about_sonicmoe": "QuACK 0.6.5"} for r in records if r["shape"] == "olmoe"
+    ]
+    runs = [r | {"ratio_to_sonicmoe": value} for r in first for value in (1.25, 1.125, 1.5)]
+    (tmp_path / "sonicmoe_h200.json").write_text(json.dumps(runs))
+    text = table.page_layers()
+    assert ". QuACK 0.6.5. The lowest of its ratios" in text and "1234567 of 2026-11-24" in text
+    rows = {line.split(" | ")[0]: line.split(" | ") for line in text.splitlines() if line.startswith("| ")}
+    assert rows["| olmoe"][4] == "1.12x, 1.12x" and rows["| qwen3-30b"][4] == ", "
+
+
 def test_single_calls_stand_beside_queued_ones(load):
     """But only those of the same run."""
     common = load("common")
