@@ -94,6 +94,8 @@ def shared(records: list[dict]) -> dict[str, str]:
 
 
 def sizes(r: dict) -> str:
+    if r["bench"] == "linear":
+        return str(r["tokens"])
     gemm = SHAPES["gemms"].get(r["shape"])
     values = [gemm[name] for name in ("num_rows", "num_experts", "k", "n")] if gemm else None
     if not values and r["shape"].count(",") != 3:
@@ -139,7 +141,9 @@ def columns(records: list[dict]) -> dict[str, Callable[[dict], str | None]]:
     unlike = {name: (lambda r: None) if name in said else value_of for name, value_of in SAID_ONCE.items()}
     known: dict[str, Callable[[dict], str | None]] = {
         "shape": lambda r: None if "," in r["shape"] else r["shape"],
-        {"gemm": "T, E, K, D, F or R, E, k, n"}.get(records[0]["bench"], "T, E, K, D, F"): sizes,
+        {"gemm": "T, E, K, D, F or R, E, k, n", "linear": "tokens"}.get(
+            records[0]["bench"], "T, E, K, D, F"
+        ): sizes,
         "routing": lambda r: None if usual_routing else r["routing"],
         "tier": unlike["tier"],
         "mode": unlike["mode"],
@@ -247,7 +251,10 @@ def against(ours: dict, theirs: dict) -> list[str]:
 
 def tables(records: list[dict]) -> str:
     parts = []
-    for group in groups(eager_beside_queued([r for r in records if r["bench"] != "profile"])):
+    timed = [
+        r for r in records if r["bench"] != "profile" and r["shape"]
+    ]  # not runs of examples or of fuzzing
+    for group in groups(eager_beside_queued(timed)):
         parts.append(caption(group))
         if group[0]["bench"] == "torchtitan":
             parts.append(training(group))
