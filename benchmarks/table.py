@@ -385,7 +385,7 @@ def page_layers() -> str:
         forward, both = whats["forward"], whats["forward_backward"]
         rows.append([shape, sizes(both), f"{forward['time_us'] / 1e3:.2f}, {both['time_us'] / 1e3:.2f}"])
         rows[-1].append(f"{ratio(forward, 'torch_ratio')}, {ratio(both, 'torch_ratio')}")
-        rows[-1].append(", ".join(lowest.get((shape, what), "") for what in ("forward", "forward_backward")))
+        rows[-1].append(", ".join(lowest[shape, what] for what in whats if (shape, what) in lowest))
         rows[-1].append(f"{forward['dense_ratio']:.2f}, {both['dense_ratio']:.2f}")
         for memory in ("activation_mib", "peak_mib"):
             rows[-1].append(", ".join(f"{both[memory + peer]:,.0f}" for peer in ("", "_torch", "_sonicmoe")))
