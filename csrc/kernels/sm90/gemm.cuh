@@ -34,9 +34,8 @@
  * smaller: half-N tiles, and those of skinny experts (64 rows at most), by swap-AB: the weight is wgmma's A,
  * the tokens its B.
  *
- * docs/hopper_gemm.md explains all of this with figures. What was tried and dropped is in docs/lab.md:
- * clusters that share B by multicast, prefetches into L2, stores from registers, three stages with a larger
- * staging buffer. */
+ * docs/hopper_gemm.md explains this with figures. What was tried and dropped is in docs/lab.md: clusters that
+ * share B by multicast, prefetches into L2, stores from registers, three stages with more staging. */
 #pragma once
 
 #include "mainloop.cuh"
