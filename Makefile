@@ -66,7 +66,7 @@ lint: dev
 # the tag of the oldest glibc that it runs on; PyTorch's libraries are found by name and stay outside.
 wheel: dev
 	rm -rf dist
-	FUSED_MOE_OBJECTS=$(CURDIR)/build/objects $(python) -m build --no-isolation
+	FUSED_MOE_OBJECTS=$(CURDIR)/build/objects FUSED_MOE_MANYLINUX=1 $(python) -m build --no-isolation
 	PATH=$(abspath $(VENV))/bin:$$PATH auditwheel repair --only-plat --exclude 'libtorch*.so' --wheel-dir dist dist/*.whl
 	rm dist/*-linux_*.whl
 

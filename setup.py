@@ -11,7 +11,7 @@ under a CPU build of PyTorch. Graph and objects are in build/objects; compile_co
 Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS as usual; CUDA_HOME, the one place to look for nvcc in;
 MAX_JOBS, how many compilers run at a time; FUSED_MOE_ARCHS, the GPU targets to compile for instead of all;
 FUSED_MOE_WERROR=1 makes warnings errors; FUSED_MOE_DEBUG=1 bounds the waits of kernels; FUSED_MOE_OBJECTS,
-another folder than build/objects.
+another folder than build/objects; FUSED_MOE_MANYLINUX=1 links for older glibcs, as `make wheel` does.
 """
 
 import importlib.machinery
@@ -253,6 +253,9 @@ class Build(build_ext):
             output = subprocess.check_output(dryrun, stderr=subprocess.STDOUT, text=True)
             link += shlex.split(re.search(r"LIBRARIES=(.*)", output)[1])
             link += ["-lcudart_static", "-lpthread", "-ldl", "-lrt"]
+        if os.environ.get("FUSED_MOE_MANYLINUX") == "1":
+            program = [sys.executable, "tools/older_glibc.py", str(OBJECTS.absolute() / "older_glibc"), *CXX]
+            link = [*shlex.split(subprocess.check_output(program, text=True)), *link]
         compilers |= dict.fromkeys(CPP_SOURCES, torch_cpp)
         compilers["csrc/torch/facts.cpp"] = [*torch_cpp, f"-DBUILD_INFO={info}"]  # for fused_moe.info()
         # ninja begins in this order: the slowest first, or one core compiles them when the others are done
