@@ -140,15 +140,11 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
 def main(argv: list[str] | None = None) -> None:
     flags = common.parser(__doc__)
     add = flags.add_argument
-    add(
-        "--requests",
-        type=bench_transformers.counts,
-        default=[1, 8, 64],
-        help="at once, comma-separated; default: 1,8,64",
-    )
-    add("--layers", type=int, default=12, help="of the model; default: 12")
-    add("--prompt", type=int, default=512, help="tokens of the longest prompt; default: 512")
-    add("--new-tokens", type=int, default=128, help="of each request; default: 128")
+    numbers, at_once = bench_transformers.counts, "at once; default: 1,8,64"
+    add("--requests", type=numbers, default=[1, 8, 64], metavar="A,B,..", help=at_once)
+    add("--layers", type=int, default=12, metavar="N", help="of the model; default: 12")
+    add("--prompt", type=int, default=512, metavar="N", help="tokens of the longest prompt; default: 512")
+    add("--new-tokens", type=int, default=128, metavar="N", help="of each request; default: 128")
     add("--cuda-graphs", action="store_true", help="which transformers does not take by itself with sdpa")
     options = flags.parse_args(argv)
     options.shape = options.shape or ["qwen3-30b"]

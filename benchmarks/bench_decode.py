@@ -70,42 +70,43 @@ PEERS = ("torch", "loop", "vllm", "vllm-invariant", "marlin", "humming", "hummin
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = common.parser(__doc__)
     add = flags.add_argument
-    add("--tokens", type=counts, help=f"comma-separated; default: {TOKENS}")
-    add("--local-tokens", type=counts, help="own tokens of a batch, the others are padding; comma-separated")
-    add("--experts", type=int, help="E, instead of the shape's")
-    add("--top-k", type=int, help="K, instead of the shape's")
-    add("--dim", type=int, help="D, instead of the shape's")
-    add("--hidden-dim", type=int, help="F, instead of the shape's")
-    add("--tp", type=int, default=1, help="ranks that share each expert: F is divided by it")
-    add("--stride", type=int, help="elements from a row of x to the next; default: D")
-    names = "silu gelu gelu_tanh relu swiglu_clamped swiglu_limited relu2 situ"
-    add("--activation", choices=names.split(), help="default: silu")
+    add("--tokens", type=counts, metavar="A,B,..", help="default: powers of two up to 4096")
+    add("--local-tokens", type=counts, metavar="A,B,..", help="own tokens of a batch, the others are padding")
+    given = "in place of the shape's E; likewise --top-k K, --dim D, --hidden-dim F"
+    add("--experts", type=int, metavar="E", help=given)
+    for flag in ("--top-k", "--dim", "--hidden-dim"):
+        add(flag, type=int, help=argparse.SUPPRESS)
+    add("--tp", type=int, default=1, metavar="RANKS", help="that share each expert: F is divided by it")
+    add("--stride", type=int, metavar="N", help="elements from a row of x to the next; default: D")
+    names = "silu gelu gelu_tanh relu swiglu_clamped swiglu_limited relu2 situ".split()
+    add("--activation", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     add("--gate-only", action="store_true", help="plain experts, without w3: a = act(x w1)")
-    add("--init", choices=("normal", "uniform", "zeros"), default="normal", help="of the weights")
+    inits, orders = ("normal", "uniform", "zeros"), ("linear", "grouped", "column")
+    add("--init", choices=inits, default="normal", metavar="NAME", help=f"of weights: {', '.join(inits)}")
     add("--seed", type=int, default=0)
-    add("--warmup", type=int, help="runs before the timed ones; default: 1 on the CPU, 3 on a GPU")
-    add("--order", choices=("linear", "grouped", "column"), help="of an expert's tiles; default: grouped")
+    add("--warmup", type=int, metavar="N", help="untimed runs first; default: 1 on the CPU, 3 on a GPU")
+    add("--order", choices=orders, metavar="NAME", help="of an expert's tiles: linear, grouped or column")
     add("--eager", action="store_true", help="single calls of the host, no CUDA graph")
-    add(
-        "--peers",
-        help=f"of {', '.join(PEERS)}, comma-separated; default: torch if it has grouped_mm, loop on the CPU",
-    )
+    add("--peers", metavar="A,B,..", help=f"of {','.join(PEERS)}")
+    formats, computes = bench_quantised.FORMATS, bench_quantised.COMPUTE
     add(
         "--format",
         type=bench_quantised.formats,
         default=[],
-        help=f"of quantised weights: some of {', '.join(bench_quantised.FORMATS)}, comma-separated",
+        metavar="A,B,..",
+        help=f"of quantised weights: {', '.join(formats)}",
     )
     add(
         "--compute",
         type=bench_quantised.computes,
         default=["codes"],
-        help=f"of each format, those that it has: {', '.join(bench_quantised.COMPUTE)}; default: codes",
+        metavar="A,B,..",
+        help=f"of each format, those that it has: {', '.join(computes)}",
     )
     add("--validate", action="store_true", help="only check the results, time nothing")
     add("--list-kernels", action="store_true", help="only list kernels: launches and µs of a call")
-    add("--plot", type=Path, help="picture of latency over tokens")
-    add("--roofline", type=Path, help="picture of the GEMMs, with gate and up fused and apart; see --tokens")
+    add("--plot", type=Path, metavar="FILE", help="picture of latency over tokens")
+    add("--roofline", type=Path, metavar="FILE", help="picture of the GEMMs, gate and up fused and apart")
     return flags.parse_args(argv)
 
 

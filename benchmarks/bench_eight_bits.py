@@ -83,17 +83,18 @@ USUAL = (
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = common.parser(__doc__)
-    add = flags.add_argument
-    add("--input-dtype", dest="dtype", choices=common.DTYPES, action="append", help="--dtype, of x")
-    add("--output-dtype", choices=common.DTYPES, help="that of x")
+    add, dtypes = flags.add_argument, {"choices": common.DTYPES, "metavar": "DTYPE"}
+    add("--input-dtype", dest="dtype", **dtypes, action="append", help="--dtype, of x")
+    add("--output-dtype", **dtypes, help="that of x")
     for name, values in (
         ("weight-format", dict.fromkeys(way.weight_format for way in WAYS)),
         ("compute", dict.fromkeys(way.compute for way in WAYS)),
         ("scale-dtype", SCALES),
     ):
-        add(f"--{name}", choices=values, action="append", help="may be repeated")
-    add("--tokens", type=bench_decode.counts, help="comma-separated; default: the shape's")
-    add("--peers", default="", help=f"of {', '.join(PEERS)}, comma-separated")
+        listed = f"{', '.join(values)}; may be repeated"
+        add(f"--{name}", choices=values, action="append", metavar="NAME", help=listed)
+    add("--tokens", type=bench_decode.counts, metavar="A,B,..", help="default: the shape's")
+    add("--peers", default="", metavar="A,B,..", help=f"of {', '.join(PEERS)}")
     options = flags.parse_args(argv)
     options.peers = [name for name in options.peers.split(",") if name]
     if not set(options.peers) <= set(PEERS):

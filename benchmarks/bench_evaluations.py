@@ -63,10 +63,10 @@ COUNTERS = {
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = common.parser(__doc__, shape=f"{common.LAYER_SHAPE}; default: those of the evaluation")
+    flags = common.parser(__doc__, shape="of shapes.json or T,E,K,D,F; default: those of the evaluation")
     add = flags.add_argument
     add("--system", type=int, choices=SYSTEMS, action="append", help="may be repeated; default: all")
-    add("--tokens", type=bench_decode.counts, help="of systems 2 and 3, comma-separated")
+    add("--tokens", type=bench_decode.counts, metavar="A,B,..", help="of systems 2 and 3")
     add("--profiled", action="store_true", help="only runs the kernels of --system that ncu counts")
     return flags.parse_args(argv)
 

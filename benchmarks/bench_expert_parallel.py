@@ -175,11 +175,11 @@ def slowest(seconds: dict[str, float], device: str) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> None:
     flags = common.parser(__doc__, many_routings=True)
-    flags.add_argument("--combine", choices=COMBINES, action="append", help="may be repeated; default: both")
-    flags.add_argument(
-        "--exchange", choices=EXCHANGES, action="append", help="may be repeated; default: both"
-    )
-    flags.add_argument("--experts", type=int, help="of all ranks, in place of a shape's E")
+    add = flags.add_argument
+    for flag, values in (("--combine", COMBINES), ("--exchange", EXCHANGES)):
+        listed = f"{' or '.join(values)}; may be repeated; default: both"
+        add(flag, choices=values, action="append", metavar="NAME", help=listed)
+    add("--experts", type=int, metavar="E", help="of all ranks, in place of a shape's E")
     options = flags.parse_args(argv)
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -89,8 +89,8 @@ WAYS = (USUAL, *(Way(wgrad, every) for wgrad in ("fp8", "bf16") for every in (1,
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = common.parser(__doc__)
     add = flags.add_argument
-    add("--tokens", type=bench_decode.counts, help="comma-separated; default: the shape's")
-    add("--peers", default="", help="of peers.py, comma-separated")
+    add("--tokens", type=bench_decode.counts, metavar="A,B,..", help="default: the shape's")
+    add("--peers", default="", metavar="A,B,..", help="of peers.py")
     add("--parts", action="store_true", help="each operator of a step, too")
     add("--quick", action="store_true", help="few repeats, no joules")
     options = flags.parse_args(argv)

@@ -45,9 +45,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = common.parser(__doc__, many_routings=True)
     add = flags.add_argument
     choices = (*LAYER_GEMMS, "grouped_mm")
-    add("--what", choices=choices, action="append", help="may be repeated; default: all")
-    add("--order", choices=("linear", "grouped", "column"), help="of an expert's tiles; default: grouped")
-    add("--expert-order", choices=("interleaved", "in-turn"), help="skinny experts; default: interleaved")
+    what = f"of {', '.join(choices)}; may be repeated"
+    add("--what", choices=choices, action="append", metavar="GEMM", help=what)
+    orders, expert_orders = ("linear", "grouped", "column"), ("interleaved", "in-turn")
+    add("--order", choices=orders, metavar="NAME", help="of an expert's tiles: linear, grouped or column")
+    skinny = "skinny experts: interleaved (default) or in-turn"
+    add("--expert-order", choices=expert_orders, metavar="NAME", help=skinny)
     add("--tails", choices=("on", "off"), help="swap-AB and splitting the last wave; default: on")
     return flags.parse_args(argv)
 

@@ -47,7 +47,8 @@ class Kernel(NamedTuple):
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = common.parser(__doc__)
-    flags.add_argument("--what", choices=WHATS, action="append", help="may be repeated; default: all")
+    what = f"of {', '.join(WHATS)}; may be repeated"
+    flags.add_argument("--what", choices=WHATS, action="append", metavar="KERNEL", help=what)
     flags.add_argument("--activations", action="store_true", help="what each costs beside silu")
     return flags.parse_args(argv)
 

@@ -33,15 +33,11 @@ CHECKED_TOKENS = 256
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = common.parser(__doc__)
-    flags.add_argument("--peers", help="of peers.py, comma-separated; default: loop on the CPU")
-    flags.add_argument(
-        "--mode",
-        choices=common.MODES,
-        action="append",
-        help="may be repeated; default: queued; on the CPU eager",
-    )
-    flags.add_argument("--activation", help="default: the shape's")
-    flags.add_argument("--profile", action="store_true", help="GPU time by kernel, of ours and of peers")
+    add, modes = flags.add_argument, "may be repeated; default: queued; on the CPU eager"
+    add("--peers", metavar="A,B,..", help="of peers.py; default: loop on the CPU")
+    add("--mode", choices=common.MODES, action="append", help=modes)
+    add("--activation", metavar="NAME", help="default: the shape's")
+    add("--profile", action="store_true", help="GPU time by kernel, of ours and of peers")
     return flags.parse_args(argv)
 
 

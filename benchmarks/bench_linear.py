@@ -35,8 +35,8 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = common.parser(__doc__, shape=f"one of {', '.join(SHAPES)}, or IN,OUT; may be repeated")
-    flags.add_argument("--tokens", type=counts, help=f"comma-separated; default: {TOKENS}")
+    flags = common.parser(__doc__, shape=f"of {', '.join(SHAPES)}, or IN,OUT; may be repeated")
+    flags.add_argument("--tokens", type=counts, metavar="A,B,..", help=f"default: {TOKENS}")
     options = flags.parse_args(argv)
     options.shape = options.shape or list(SHAPES)
     options.dtype = options.dtype or ["bf16"]

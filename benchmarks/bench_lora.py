@@ -208,10 +208,11 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
 
 def main(argv: list[str] | None = None) -> None:
     flags = common.parser(__doc__)
-    flags.add_argument("--layers", type=int, default=4, help="of the model; default: 4")
-    flags.add_argument("--sequence", type=int, default=512, help="tokens of a sequence; default: 512")
-    flags.add_argument("--model", choices=SHAPES, default="qwen3")
-    flags.add_argument("--tokens", type=int, default=8192, help="of a step, in place of a shape's T")
+    add = flags.add_argument
+    add("--layers", type=int, default=4, metavar="N", help="of the model; default: 4")
+    add("--sequence", type=int, default=512, metavar="N", help="tokens of a sequence; default: 512")
+    add("--model", choices=SHAPES, default="qwen3", metavar="NAME", help=f"of {', '.join(SHAPES)}")
+    add("--tokens", type=int, default=8192, metavar="N", help="of a step, in place of a shape's T")
     options = flags.parse_args(argv)
     options.shape = options.shape or [SHAPES[options.model]]
     common.start(options)

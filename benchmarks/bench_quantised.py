@@ -151,9 +151,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--time", action="store_true", help="fused_experts, forward")
     add("--backward", action="store_true", help="the gradient of x through the frozen experts")
     add("--model", type=Path, metavar="FOLDER", help="of a run of examples/train_lm.py: the loss")
-    add("--tokens", type=counts, default=[1, 8, 128, 1024], help="of the two; default: 1,8,128,1024")
-    add("--format", type=formats, default=FORMATS, help=f"of {', '.join(FORMATS)}; default: all")
-    add("--compute", type=computes, default=COMPUTE, help=f"of {', '.join(COMPUTE)}; default: all")
+    few = [1, 8, 128, 1024]
+    add("--tokens", type=counts, default=few, metavar="A,B,..", help="of the two; default: 1,8,128,1024")
+    for flag, read, names in (("--format", formats, FORMATS), ("--compute", computes, COMPUTE)):
+        add(flag, type=read, default=names, metavar="A,B,..", help=f"of {', '.join(names)}; default: all")
     options = flags.parse_args(argv)
     if not (options.quality or options.time or options.backward or options.model):
         options.quality = options.time = True

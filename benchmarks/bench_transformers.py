@@ -253,13 +253,11 @@ def main(argv: list[str] | None = None) -> None:
     flags = common.parser(__doc__)
     add = flags.add_argument
     add("--generate", action="store_true", help="time generate() of a model, not a training step of a layer")
-    add("--batch", type=counts, default=[1, 32], help="sequences, comma-separated; default: 1,32")
-    add("--layers", type=int, default=12, help="of the model; default: 12")
-    add(
-        "--hidden-act", default="silu", help="the model's activation, as transformers names it; default: silu"
-    )
-    add("--prompt", type=int, default=128, help="tokens of each prompt; default: 128")
-    add("--new-tokens", type=int, default=128, help="of each sequence; default: 128")
+    add("--batch", type=counts, default=[1, 32], metavar="A,B,..", help="sequences; default: 1,32")
+    add("--layers", type=int, default=12, metavar="N", help="of the model; default: 12")
+    add("--hidden-act", default="silu", metavar="NAME", help="the activation, as transformers names it")
+    add("--prompt", type=int, default=128, metavar="N", help="tokens of each prompt; default: 128")
+    add("--new-tokens", type=int, default=128, metavar="N", help="of each sequence; default: 128")
     options = flags.parse_args(argv)
     options.shape = options.shape or ["qwen3-30b"]
     common.start(options)

@@ -466,18 +466,21 @@ def main(argv: list[str] | None = None) -> None:
         return
     flags = common.parser(__doc__)
     add, numbers = flags.add_argument, bench_transformers.counts
-    more = f"or of {', '.join(MORE_VARIANTS)}"
-    add("--variants", default=",".join(VARIANTS), help=f"comma-separated; default: %(default)s; {more}")
-    add("--quantization", choices=QUANTIZATION, default="none", help="of the weights")
-    add("--layers", type=int, default=12, help="of the model; default: 12")
-    add("--batch", type=numbers, default=[1, 8, 32, 128], help="requests; default: 1,8,32,128")
-    add("--prompt", type=numbers, default=[128], help="tokens of each; default: 128")
-    add("--new-tokens", type=int, default=128, help="of each request; default: 128")
-    add("--compilation", choices=COMPILATION, default="none", help="none: graphs of decode steps alone")
-    add("--attention", default="FLASH_ATTN", help="vLLM's attention backend; default: FLASH_ATTN")
-    add("--at-once", type=int, default=len(VARIANTS), help="engines that share the GPU; default: 4")
-    add("--limit", type=float, default=400, help="seconds for engines that run at once; default: 400")
-    add("--work", type=Path, help="keeps the logs in this folder")
+    more = f"default: %(default)s; or of {','.join(MORE_VARIANTS)}"
+    add("--variants", default=",".join(VARIANTS), metavar="A,B,..", help=more)
+    weights = f"of the weights: {', '.join(QUANTIZATION)}"
+    add("--quantization", choices=QUANTIZATION, default="none", metavar="FORMAT", help=weights)
+    add("--layers", type=int, default=12, metavar="N", help="of the model; default: 12")
+    batches = [1, 8, 32, 128]
+    add("--batch", type=numbers, default=batches, metavar="A,B,..", help="requests; default: 1,8,32,128")
+    add("--prompt", type=numbers, default=[128], metavar="A,B,..", help="tokens of each; default: 128")
+    add("--new-tokens", type=int, default=128, metavar="N", help="of each request; default: 128")
+    graphs = "default, or none: graphs of decode steps alone, as without the flag"
+    add("--compilation", choices=COMPILATION, default="none", metavar="NAME", help=graphs)
+    add("--attention", default="FLASH_ATTN", metavar="NAME", help="vLLM's backend; default: FLASH_ATTN")
+    add("--at-once", type=int, default=len(VARIANTS), metavar="N", help="engines on the GPU; default: 4")
+    add("--limit", type=float, default=400, metavar="SECONDS", help="for all engines at once; default: 400")
+    add("--work", type=Path, metavar="FOLDER", help="keeps the logs there")
     options = flags.parse_args(argv)
     options.variants = options.variants.split(",")
     if not set(options.variants) <= {*VARIANTS, *MORE_VARIANTS}:

@@ -15,14 +15,17 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+import common
+
 WORKER = "--worker"
 
 
 def parser(doc: str, rounds: int) -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(description=doc.splitlines()[0])
-    flags.add_argument("--build", action="append", required=True, help="COMMIT=TREE, the older one first")
-    flags.add_argument("--rounds", type=int, default=rounds, help="how many turns every process has")
-    flags.add_argument("--json", type=Path, help="where the records go")
+    flags = common.new_parser(doc)
+    add, trees = flags.add_argument, "the older one first; required"
+    add("--build", action="append", required=True, metavar="COMMIT=TREE", help=trees)
+    add("--rounds", type=int, default=rounds, metavar="N", help="how many turns every process has")
+    add("--json", type=Path, metavar="FILE", help="where the records go")
     return flags
 
 

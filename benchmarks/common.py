@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import platform
@@ -115,24 +116,29 @@ MODELS = (
 LAYER_SHAPE = "a name of benchmarks/shapes.json or T,E,K,D,F; may be repeated"
 
 
+def new_parser(doc: str) -> argparse.ArgumentParser:
+    """Its description is the first line of `doc`. --help has one line for the usage and, if metavar and help
+    have 26 and 70 characters at most, one for each flag."""
+    layout = functools.partial(argparse.HelpFormatter, max_help_position=30, width=100)
+    usage, description = "%(prog)s [FLAGS]", doc.splitlines()[0]
+    return argparse.ArgumentParser(usage=usage, description=description, formatter_class=layout)
+
+
 def parser(doc: str, *, many_routings: bool = False, shape: str = LAYER_SHAPE) -> argparse.ArgumentParser:
     """The flags of every program that measures. The first line of `doc` is the description, `shape` the help
     of --shape."""
-    routing = {"help": "random (the default), balanced, worst (or one), one-each or zipf:EXPONENT"}
-    if many_routings:
-        routing = {"help": f"{routing['help']}; may be repeated", "action": "append"}
-    else:
-        routing["default"] = "random"
-    flags = argparse.ArgumentParser(description=doc.splitlines()[0])
+    routing = {"action": "append"} if many_routings else {"default": "random"}
+    flags = new_parser(doc)
     add = flags.add_argument
     add("--shape", action="append", help=shape)
-    add("--routing", **routing)
+    add("--routing", **routing, help="random (default), balanced, worst or one, one-each, zipf:EXPONENT")
     add("--dtype", choices=DTYPES, action="append", help="may be repeated")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--tier", choices=("auto", "portable", "hopper"), default="auto", help="of the CUDA kernels")
-    add("--repeats", type=int, help="default: 9 on the CPU, 20 on a GPU")
-    add("--threads", type=int, help="default: PyTorch's own choice")
-    add("--json", type=Path, help="where the records go")
+    tiers = ("auto", "portable", "hopper")
+    add("--tier", choices=tiers, default="auto", metavar="TIER", help="CUDA kernels: portable or hopper")
+    add("--repeats", type=int, metavar="N", help="default: 9 on the CPU, 20 on a GPU")
+    add("--threads", type=int, metavar="N", help="default: PyTorch's own choice")
+    add("--json", type=Path, metavar="FILE", help="where the records go")
     add("--append", action="store_true", help="keep the other records of that file")
     return flags
 

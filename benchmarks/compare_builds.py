@@ -154,11 +154,12 @@ def decode_records(processes: list[builds.Process], old: str, others: list[str],
 
 def main(argv: list[str] | None = None) -> None:
     flags = builds.parser(__doc__, rounds=5)
-    flags.add_argument("--shape", action="append", required=True, help="of shapes.json; may be repeated")
-    flags.add_argument("--routing", default="random")
-    flags.add_argument("--steps", type=int, default=6, help="of a layer, queued one behind the other")
-    flags.add_argument("--tokens", help="numbers of tokens, comma-separated: decoding instead of layers")
-    flags.add_argument("--format", default="", help="of quantised weights, comma-separated, with --tokens")
+    add, shapes = flags.add_argument, "of shapes.json; required, may be repeated"
+    add("--shape", action="append", required=True, help=shapes)
+    add("--routing", default="random")
+    add("--steps", type=int, default=6, metavar="N", help="of a layer, queued one behind the other")
+    add("--tokens", metavar="A,B,..", help="numbers of tokens: decoding instead of layers")
+    add("--format", default="", metavar="A,B,..", help="of quantised weights, with --tokens")
     options = flags.parse_args(argv)
     processes = builds.start(options.build, __file__, twice=True)
     old, *others = (process.commit for process in processes[: len(options.build)])

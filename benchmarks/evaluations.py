@@ -10,7 +10,6 @@ another card and another baseline, so it is beside ours and in no ratio.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import common
@@ -273,8 +272,8 @@ def tables() -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--page", type=Path, help="replace the tables below its marks")
+    flags = common.new_parser(__doc__)
+    flags.add_argument("--page", type=Path, metavar="FILE", help="replace the tables below its marks")
     flags.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
     options = flags.parse_args(argv)
     texts = tables()

@@ -10,7 +10,6 @@ below, committed records, and those of bench_expert_parallel.py once results/exp
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -418,15 +417,16 @@ def digest(panels: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    flags = common.new_parser(__doc__)
     add = flags.add_argument
     add("--shape", action="append", help="NAME,E of results/layer_h200.json; may be repeated")
     for name, value in Links()._asdict().items():
         if name != "gpus_per_host":
-            add(f"--{name.replace('_', '-')}", type=float, default=value, help=f"default: {value:g}")
-    add("--page", type=Path, help="replace the tables between its markers")
+            flag = f"--{name.replace('_', '-')}"
+            add(flag, type=float, default=value, metavar="X", help=f"default: {value:g}")
+    add("--page", type=Path, metavar="FILE", help="replace the tables between its markers")
     add("--check", action="store_true", help="write nothing; fail if the page is out of date")
-    add("--plot", type=Path, help="draw step times and memory over GPUs")
+    add("--plot", type=Path, metavar="FILE", help="draw step times and memory over GPUs")
     options = flags.parse_args(argv)
     links = Links(*(getattr(options, name) for name in Links._fields if name != "gpus_per_host"))
     layers = dict(LAYERS)

@@ -24,8 +24,7 @@ from fused_moe.activation import ACTIVATIONS
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
-PROGRAMS = [path.stem for path in sorted(BENCHMARKS.glob("*.py")) if "argparse" in path.read_text()]
-PROGRAMS = [name for name in PROGRAMS if "def main(" in (BENCHMARKS / f"{name}.py").read_text()]
+PROGRAMS = [path.stem for path in sorted(BENCHMARKS.glob("*.py")) if "parse_args(" in path.read_text()]
 SMALL = "24,8,2,64,32"
 FLOATS = ("fp32", "bf16")
 PASSES = ("forward", "forward_backward")
@@ -185,10 +184,14 @@ def line_of(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_help(load, capsys, name):
+def test_help(load, monkeypatch, capsys, name):
+    """On a screen."""
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as left:
         load(name).main(["--help"])
-    assert left.value.code == 0 and "usage:" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert left.value.code == 0 and lines[0].startswith("usage:")
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100
 
 
 @pytest.mark.parametrize("name", RUNS)
