@@ -1,7 +1,7 @@
 """A published checkpoint in transformers' experts and in ours: the logits of one text, and how they differ.
 
-    python examples/compare_checkpoint.py Qwen3-30B-A3B
-    python examples/compare_checkpoint.py FOLDER --device cuda --dtype bfloat16 --prompt "def main("
+    .venv/bin/python examples/compare_checkpoint.py Qwen3-30B-A3B
+    .venv/bin/python examples/compare_checkpoint.py FOLDER --device cuda --dtype bfloat16 --prompt "def main("
 
 FOLDER is on this machine, with safetensors and a tokenizer. Three models compute the text:
 

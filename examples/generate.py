@@ -1,11 +1,11 @@
 """Continues a text with a model that train_lm.py trained.
 
-    python examples/generate.py                                240 bytes, by the newest run
-    python examples/generate.py --prompt "def main("           another prompt
-    python examples/generate.py --temperature 0                always the most likely byte
-    python examples/generate.py --batch 4 --seed 1             four continuations at once
-    python examples/generate.py --quantize int4                with the experts' weights in 4 bits
-    python examples/generate.py --evaluate                     no text: what each format does to the loss
+    .venv/bin/python examples/generate.py                                240 bytes, by the newest run
+    .venv/bin/python examples/generate.py --prompt "def main("           another prompt
+    .venv/bin/python examples/generate.py --temperature 0                always the most likely byte
+    .venv/bin/python examples/generate.py --batch 4 --seed 1             four continuations at once
+    .venv/bin/python examples/generate.py --quantize int4                with the experts' weights in 4 bits
+    .venv/bin/python examples/generate.py --evaluate                     what each format does to the loss
 
 The prompt runs once and fills a cache with its keys and values. Then each step runs one byte per sequence.
 On a GPU the step is a CUDA graph, sampling included: nothing in it waits for the host.

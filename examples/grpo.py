@@ -1,9 +1,9 @@
 """Reinforcement learning whose sampler and trainer have the same bits: GRPO on one GPU.
 
-    python examples/grpo.py               fused_moe's layer, and its linear for all other products
-    python examples/grpo.py --stock       the same model by cuBLAS and torch._grouped_mm
-    python examples/grpo.py --moe-only    fused_moe's layer beside cuBLAS: what the layer gives alone
-    python examples/grpo.py --tiny        small enough for a CPU, where nothing is claimed about bits
+    .venv/bin/python examples/grpo.py               fused_moe's layer, and its linear for all other products
+    .venv/bin/python examples/grpo.py --stock       the same model by cuBLAS and torch._grouped_mm
+    .venv/bin/python examples/grpo.py --moe-only    fused_moe's layer beside cuBLAS: what it gives alone
+    .venv/bin/python examples/grpo.py --tiny        small enough for a CPU; nothing is claimed about bits
 
 The sampler decodes with a key-value cache. Sequences end after different numbers of bytes and others take
 their places, so a step has from one to --at-once of them. The trainer computes the same bytes in one packed

@@ -1,13 +1,13 @@
 """Trains a small byte-level Mixture-of-Experts language model with fused_moe.
 
-    python examples/train_lm.py                         on the sources of Python's standard library
-    python examples/train_lm.py --data FOLDER           on the text files in a folder
-    python examples/train_lm.py --compare               FusedMoE and the for-loop, taking turns
-    python examples/train_lm.py --resume                continues the newest run, after Ctrl-C or a crash
-    python examples/train_lm.py --resume --steps 1000   prolongs it to 1000 steps
+    .venv/bin/python examples/train_lm.py                         on the sources of Python's standard library
+    .venv/bin/python examples/train_lm.py --data FOLDER           on the text files in a folder
+    .venv/bin/python examples/train_lm.py --compare               FusedMoE and the for-loop, taking turns
+    .venv/bin/python examples/train_lm.py --resume                continues the newest run, as after Ctrl-C
+    .venv/bin/python examples/train_lm.py --resume --steps 1000   prolongs it to 1000 steps
 
-    torchrun --nproc-per-node 2 examples/train_lm.py --fsdp                       in two processes
-    torchrun --nproc-per-node 2 examples/train_lm.py --fsdp --expert-parallel 2   half of the experts each
+    .venv/bin/python -m torch.distributed.run --nproc-per-node 2 examples/train_lm.py --fsdp
+    ... --fsdp --expert-parallel 2                                half of the experts on each process
 
 The model is a decoder-only transformer with `fused_moe.FusedMoE` as the feed-forward layer of every block. It
 runs on a GPU if there is one, else on the CPU. Every run writes loss.png, log.jsonl and checkpoint.pt into a
@@ -29,7 +29,10 @@ import json
 import math
 import os
 import platform
+import shlex
+import shutil
 import signal
+import sys
 import sysconfig
 import time
 from datetime import datetime
@@ -60,8 +63,8 @@ REPORT_EVERY = 10  # steps
 VALIDATE_EVERY = 100  # steps; a multiple of REPORT_EVERY
 VALIDATION_WINDOWS = 64
 GENERATED_BYTES = 240
-TEMPERATURE = 0.7  # of the generated text
-PROMPT = "import "
+TEMPERATURE = 0.6  # of the generated text
+PROMPT = "class Reader:\n    def read(self, size=-1):\n        "
 COMPARED_STEPS = 50  # over which --compare compares the two loss curves
 FULL_STATE = checkpoint.StateDictOptions(full_state_dict=True, cpu_offload=True)  # as one process saves it
 
@@ -464,6 +467,18 @@ def train(runs, args, interrupt):
 # ---- Reports ---------------------------------------------------------------------------------------
 
 
+def command(program, *flags):
+    """The line that runs a program of this folder, for a shell in the working directory."""
+    python = "python" if shutil.which("python") == sys.executable else short(sys.executable)
+    return shlex.join(map(str, (python, short(Path(__file__).with_name(program)), *flags)))
+
+
+def short(path):
+    """Relative, below the working directory."""
+    path = Path(path).absolute()
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def open_log(runs, args):
     """JSON lines: the flags, then one line per report. Only the first process writes."""
     log = open(os.devnull if process() else args.out / "log.jsonl", "w")
@@ -721,12 +736,15 @@ def train_all(args, texts):
     if process() == 0:
         draw(runs, args.out / "loss.png")
     if interrupt.requested:
-        print(f"\nsaved at step {runs[0].steps}; --resume --out {args.out} continues from there")
+        print(f"\nsaved at step {runs[0].steps}; to go on from there:")
+        print(f"  {command('train_lm.py', '--resume', '--out', args.out)}")
     else:
         print(f"\nAfter {args.steps} steps:\n{runs[0].generate()}\n\n{speeds(runs)}")
         if args.compare:
             report_comparison(*runs)
-        print(f"to prolong it: --resume --out {args.out} --steps {2 * args.steps}")
+        print("\nto train it for longer, and to let it write more:")
+        print(f"  {command('train_lm.py', '--resume', '--out', args.out, '--steps', 2 * args.steps)}")
+        print(f"  {command('generate.py', '--run', args.out, '--experts', runs[0].experts)}")
     for name in ("loss.png", "log.jsonl", "checkpoint.pt"):
         print(f"wrote {args.out / name}")
 

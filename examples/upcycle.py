@@ -1,8 +1,8 @@
 """Trains a small dense language model, makes a Mixture of Experts of it, and trains both on.
 
-    python examples/upcycle.py                    half a minute on two CPU cores
-    python examples/upcycle.py --granularity 2    experts of half the width, twice as many per byte
-    python examples/upcycle.py --noise 0.05       experts that start apart
+    .venv/bin/python examples/upcycle.py                    half a minute on two CPU cores
+    .venv/bin/python examples/upcycle.py --granularity 2    experts of half the width, twice as many per byte
+    .venv/bin/python examples/upcycle.py --noise 0.05       experts that start apart
 
 Model and text are those of train_lm.py, with a dense MLP in each block. fused_moe.upcycle copies it into
 every expert, so the new model starts with the dense one's loss. Then each trains on the same bytes.

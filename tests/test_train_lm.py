@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +45,17 @@ def read_log(folder):
         if "bits_per_byte" in report:
             run["validation"][report["step"]] = report["bits_per_byte"]
     return log
+
+
+def commands(printed):
+    """The flags of every command that is printed, by its program's name. Its Python and program exist."""
+    found = {}
+    for line in printed.splitlines():
+        if line.startswith("  ") and ".py --" in line:
+            python, program, *flags = shlex.split(line)
+            assert shutil.which(python) and (SCRIPT.parent / Path(program).name).samefile(program)
+            found[Path(program).name] = flags
+    return found
 
 
 @pytest.fixture
@@ -226,22 +239,28 @@ def assert_same_losses(log, expected, device, experts="fused"):
         assert log[experts]["loss"] == pytest.approx(expected[experts]["loss"], rel=1e-3)
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one(train, train_lm, whole, device, monkeypatch, capsys):
+def test_a_resumed_run_repeats_the_uninterrupted_one(
+    train, train_lm, whole, device, tmp_path, monkeypatch, capsys
+):
     whole = read_log(whole("--steps", 25))
     interrupt_at(13, train_lm, monkeypatch)
     stopped = train("--steps", 25)
     assert len(stopped["fused"]["loss"]) == 14  # the current step was finished
-    assert "saved at step 14; --resume" in capsys.readouterr().out
-    resumed = train("--resume")
+    printed = capsys.readouterr().out
+    assert "saved at step 14" in printed
+    train_lm.main([*commands(printed)["train_lm.py"], "--device", device.type])
+    resumed = read_log(tmp_path / "run")
     assert_same_losses(resumed, whole, device)
     if device.type == "cpu":
         assert resumed["fused"]["validation"] == whole["fused"]["validation"]
 
 
-def test_a_prolonged_run_repeats_the_longer_one(train, whole, device, capsys):
+def test_a_prolonged_run_repeats_the_longer_one(train, whole, device, tmp_path, capsys):
     whole = read_log(whole("--steps", 25))
     train("--steps", 12)
-    assert "to prolong it: --resume" in capsys.readouterr().out
+    printed = commands(capsys.readouterr().out)
+    assert printed["train_lm.py"][-2:] == ["--steps", "24"]
+    assert printed["generate.py"] == ["--run", str(tmp_path / "run"), "--experts", "fused"]
     prolonged = train("--resume", "--steps", 25)
     assert_same_losses(prolonged, whole, device)
     assert prolonged["config"] == whole["config"]
