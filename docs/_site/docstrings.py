@@ -1,0 +1,169 @@
+"""Docstrings as reStructuredText. They are plain text: paragraphs, lists, `code`, `>>>` examples, indented code,
+and the sections Args, Returns, Raises, each of `name: text` or of a paragraph."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from textwrap import dedent
+
+ROOT = Path(__file__).parents[2]
+SECTION = re.compile(r"(Args|Returns|Raises|Yields|Attributes|Examples?|Notes?)( \(.*\))?:$")
+TITLES = {"Args": "Arguments"}
+ITEM = re.compile(r"(\*{0,2}[A-Za-z_][\w.]*(?:, \*{0,2}[A-Za-z_][\w.]*)*): ?(.*)")
+LISTED = ("Args", "Raises", "Attributes")
+BULLET = re.compile(r"([-*]|\d+\.) ")
+# A field of a NamedTuple, and the comment behind it.
+FIELD = re.compile(r"^    (\w+): [^#\n]+#\s*(.+)$", re.MULTILINE)
+
+
+def escaped(text: str) -> str:
+    """Text with `code` as literals, and nothing else that RST would read as markup."""
+    parts = re.split(r"(`+)(.+?)\1", text, flags=re.DOTALL)
+    plain = [re.sub(r"([\\*|])|(?<=\w)(_)(?!\w)", r"\\\1\2", part) for part in parts[::3]]
+    code = [f"``{part.strip()}``" for part in parts[2::3]]
+    out = plain[0]
+    for literal, after in zip(code, plain[1:], strict=True):
+        # RST ends a literal only before a space or punctuation.
+        out += literal + ("\\ " if re.match(r"\w", after) else "") + after
+    return out
+
+
+def indent_of(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def blocks_of(lines: list[str]) -> list[list[str]]:
+    """Runs of lines, split at blank lines, at section titles and at list items, and where an indented run
+    begins or ends. Blank lines inside an indented run belong to it."""
+    blocks: list[list[str]] = []
+    open_ = False
+    for i, line in enumerate(lines):
+        if not line.strip():
+            later = next((after for after in lines[i:] if after.strip()), "")
+            if open_ and indent_of(later) and (indent_of(blocks[-1][-1]) or is_section(blocks[-1][0])):
+                blocks[-1].append("")
+            else:
+                open_ = False
+            continue
+        starts = is_section(line) or BULLET.match(line)
+        owns = open_ and (is_section(blocks[-1][0]) or BULLET.match(blocks[-1][0]))
+        if not open_ or starts or (not indent_of(line) and (is_section(blocks[-1][0]) or indent_of(blocks[-1][0]))):
+            blocks.append([line])
+        elif indent_of(line) and not owns and not indent_of(blocks[-1][0]):
+            blocks.append([line])
+        else:
+            blocks[-1].append(line)
+        open_ = True
+    return blocks
+
+
+def is_section(line: str) -> bool:
+    return SECTION.match(line) is not None
+
+
+def body(lines: list[str]) -> list[str]:
+    return dedent("\n".join(lines)).strip("\n").splitlines()
+
+
+def indented(lines: list[str], by: int = 4) -> list[str]:
+    return [" " * by + line if line else "" for line in lines]
+
+
+def to_rst(lines: list[str]) -> list[str]:
+    out: list[str] = []
+    for block in blocks_of(lines):
+        first = block[0]
+        if section := SECTION.match(first):
+            out += section_to_rst(section[1], section[2] or "", body(block[1:]))
+        elif first.startswith(">>>"):
+            out += block
+        elif indent_of(first):
+            code = body(block)
+            language = "pycon" if code[0].startswith(">>>") else "python"
+            language = language if is_python(code) else "none"
+            out += [f".. code-block:: {language}", "", *indented(code)]
+        elif bullet := BULLET.match(first):
+            width = len(bullet[0])
+            inner = to_rst([first[width:], *body(block[1:])])
+            out += [bullet[0] + inner[0], *indented(inner[1:], width)]
+        else:
+            out += escaped("\n".join(block)).splitlines()
+        if out and out[-1]:
+            out.append("")
+    return out
+
+
+def section_to_rst(name: str, condition: str, lines: list[str]) -> list[str]:
+    if name.startswith(("Example", "Note")):
+        return [f"**{name}{condition}**", "", *(to_rst(lines) if lines[:1] else [])]
+    items = []
+    for line in lines:
+        match = ITEM.match(line) if name in LISTED else None
+        if match:
+            items.append((match[1], [match[2]]))
+        elif items:
+            items[-1][1].append(line)
+        else:
+            items.append(("", [line]))
+    inner: list[str] = []
+    for names, text in items:
+        rendered = to_rst([text[0], *body(text[1:])])
+        if not names:
+            inner += rendered
+            continue
+        bold = ", ".join(f"**{escaped(n)}**" for n in names.split(", "))
+        inner += [f"- {bold} – {rendered[0] if rendered else ''}", *indented(rendered[1:], 2)]
+    return [f":{TITLES.get(name, name)}{escaped(condition)}:", *indented(inner)]
+
+
+def is_python(lines: list[str]) -> bool:
+    if lines[0].startswith(">>>"):
+        return True
+    try:
+        compile("\n".join(lines), "docstring", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
+# --- Sphinx -------------------------------------------------------------------------------------------
+
+
+def object_of(module: str, name: str):
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def source_of(module: str, name: str) -> str | None:
+    """FILE#LFIRST-LLAST of a function or class of ours."""
+    try:
+        value = object_of(module, name)
+        value = inspect.unwrap(value.fget if isinstance(value, property) else value)
+        path = Path(inspect.getsourcefile(value)).relative_to(ROOT)
+        lines, first = inspect.getsourcelines(value)
+    except (AttributeError, ImportError, OSError, TypeError, ValueError):
+        return None
+    return f"{path}#L{first}-L{first + len(lines) - 1}"
+
+
+def fields_of(cls: type) -> dict[str, str]:
+    """The comments of a NamedTuple's fields: what autodoc calls an alias for a number."""
+    return dict(FIELD.findall(inspect.getsource(cls)))
+
+
+def _process(app, what, name, value, options, lines):
+    if lines and lines[0].startswith("Alias for field number"):
+        owner, _, field = name.rpartition(".")
+        module, _, cls = owner.rpartition(".")
+        lines[:] = [fields_of(object_of(module, cls)).get(field, "")]
+    text = "\n".join(lines).strip("\n").splitlines()
+    lines[:] = to_rst(text)
+
+
+def setup(app) -> None:
+    app.connect("autodoc-process-docstring", _process)
