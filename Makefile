@@ -3,6 +3,7 @@
 # make fuzz     calls every function at random           MINUTES=5 ARGS="--device cuda --jobs 12"
 # make sanitize runs the CPU kernels, and the suite with them, under sanitizers
 # make build    builds the package in place             DEBUG=1, FUSED_MOE_ARCHS=sm_90a
+# make docs     builds the documentation's site in build/docs; needs Python 3.11
 # make format   formats the code; make lint only checks it
 # make wheel    builds dist/*.tar.gz, and dist/*.whl from it
 # make clean    removes build outputs; remove .venv, too, to start from scratch
@@ -51,6 +52,12 @@ fuzz: build
 sanitize: build
 	PYTHON=$(python) tests/sanitize/run.sh $(PYTEST_ARGS)
 
+# -E: no page is taken from an earlier build, since Sphinx does not see that a docstring changed.
+docs: build
+	@sh tools/setup.sh "$(VENV)" docs
+	$(python) -m sphinx -E -W --keep-going --quiet docs build/docs
+	@echo "the site: build/docs/index.html"
+
 format: dev
 	$(bin)/clang-format -i $(C_CODE)
 	$(bin)/ruff format
@@ -80,4 +87,4 @@ setup:
 dev: setup
 	@sh tools/setup.sh "$(VENV)" dev
 
-.PHONY: build train test fuzz sanitize format lint wheel clean setup dev
+.PHONY: build train test fuzz sanitize docs format lint wheel clean setup dev

@@ -1,4 +1,5 @@
-"""README and docs: their code runs; their links, commands and versions are those of this checkout.
+"""README and docs: their code runs; their links, commands and versions are those of this checkout; they are short; and
+the API reference is complete.
 
 Every ```python block of a page runs. The words after `python` in the fence say how:
 
@@ -21,6 +22,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import torch
 from cases import torchrun
 
 import fused_moe
@@ -29,11 +31,18 @@ ROOT = Path(__file__).parent.parent
 if not (ROOT / "README.md").exists():
     pytest.skip("needs README.md and docs/ beside tests/", allow_module_level=True)
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEXTS = [*PAGES, *(ROOT / f for f in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"))]
-TEXTS += sorted((ROOT / "docs" / "lab").glob("*.md"))
-NAMES = "training_loop balancing fsdp2 expert_parallelism torchtitan transformers evaluations".split()
-TASKS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+API = sorted((DOCS / "api").glob("*.md"))
+TEXTS = [*PAGES, *API, *(ROOT / f for f in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"))]
+# Written for those who change the code. What all others need is the user's pages; the API reference is neither.
+NOT_USERS = {"lab.md", "testing.md"}
+USERS = [page for page in PAGES if page.name not in NOT_USERS]
+# Words at most, tables and code included.
+WORDS = {"README.md": 800, "docs/lab.md": 4_000}
+WORDS_OF_USERS = 20_000
+README_LINES = 100
+MAY_NAME_COMMITS = {"performance.md", "evaluations.md"}
 
 
 def each(pages):
@@ -170,14 +179,93 @@ def test_a_wrong_command_is_found(cpu):
         assert wrong_words(command, {"test"}) == wrong, command
 
 
-@each(TASKS)
-def test_a_page_is_short(cpu, page):
-    """Few words, no long cell, no commit hash."""
-    text = page.read_text()
-    assert len(text.split()) <= 1500
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert not [cell for row in rows for cell in row.split("|") if len(cell.split()) > 25]
-    assert not re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b", text)
+# --- length -------------------------------------------------------------------------------------------
+
+
+def words(page: Path) -> int:
+    return len(page.read_text().split())
+
+
+@pytest.mark.parametrize(("page", "limit"), WORDS.items())
+def test_a_page_is_short(cpu, page, limit):
+    assert words(ROOT / page) <= limit
+
+
+def test_the_readme_has_few_lines(cpu):
+    assert (ROOT / "README.md").read_text().count("\n") <= README_LINES
+
+
+def test_the_users_pages_are_short(cpu):
+    counts = {page.name: words(page) for page in USERS}
+    assert sum(counts.values()) <= WORDS_OF_USERS, counts
+
+
+@each([page for page in USERS if page.name not in MAY_NAME_COMMITS])
+def test_a_page_names_no_commit(cpu, page):
+    assert not re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b", page.read_text())
+
+
+# --- the site -----------------------------------------------------------------------------------------
+
+
+def documented() -> set[str]:
+    """The names of the directives of the API pages."""
+    directive = re.compile(r"^\.\. auto(?:function|class|module|data):: (\S+)$", re.MULTILINE)
+    return {name for page in API for name in directive.findall(page.read_text())}
+
+
+def public_names() -> set[str]:
+    """Names of fused_moe and of the modules that interface.txt pins."""
+    lines = (ROOT / "tests" / "interface.txt").read_text().split("# public names\n")[1].split("\n\n")[0]
+    return {re.match(r"[\w.]+", line)[0] for line in lines.splitlines()}
+
+
+def test_the_api_pages_have_every_public_name(cpu):
+    found = documented()
+    names = {f"fused_moe.{name}" for name in fused_moe.__all__}
+    names |= {name for name in public_names() if name.startswith(("fused_moe.distributed", "fused_moe.tensor"))}
+    modules = tuple(f"{name}." for name in found if name == "fused_moe.reference")  # all of their names
+    assert not sorted(n for n in names if n not in found and not n.startswith(modules))
+
+
+def test_the_page_of_operators_has_every_operator(cpu, monkeypatch):
+    """With its schema and a meaning. The page is made of what the library registers."""
+    monkeypatch.syspath_prepend(DOCS)
+    from _site import operators
+
+    text = operators.markdown()
+    schemas = (s.name for s in torch._C._jit_get_all_schemas())
+    for name in (name.removeprefix("fused_moe::") for name in schemas if name.startswith("fused_moe::")):
+        assert re.search(rf"^(### {name}|\| `{name}` \| .*`{name}\(.*)$", text, re.MULTILINE), name
+
+
+def site_is_missing() -> str:
+    """Why the site cannot be built here; empty if it can."""
+    modules = ("sphinx", "myst_parser", "furo", "sphinx_copybutton")
+    missing = [name for name in modules if not is_installed(name)]
+    if missing:
+        return f"{', '.join(missing)} not installed: pip install .[docs], or make docs"
+    return "" if (ROOT / "CONTRIBUTING.md").exists() else "not in a checkout"
+
+
+@pytest.mark.skipif(bool(site_is_missing()), reason=site_is_missing())
+def test_the_site(cpu, tmp_path):
+    """It is built without a warning, and its inventory has every public name."""
+    command = [sys.executable, "-m", "sphinx", "-E", "-W", "--keep-going", "-q", DOCS, tmp_path / "site"]
+    run = subprocess.run(
+        [*command, "-d", tmp_path / "doctrees"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert run.returncode == 0, run.stdout
+    from sphinx.util.inventory import InventoryFile
+
+    inventory = InventoryFile.loads((tmp_path / "site" / "objects.inv").read_bytes(), uri="").data
+    found = {name for kind in inventory if kind.startswith("py:") for name in inventory[kind]}
+    # A class of fused_moe.reference shows the methods that it has itself.
+    names = {name for name in public_names() if not re.fullmatch(r"fused_moe\.reference\.FusedMoE\..+", name)}
+    assert not sorted(names - found)
+
+
+# --- versions -----------------------------------------------------------------------------------------
 
 
 def test_versions_agree(cpu):

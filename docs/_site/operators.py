@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import re
+
 import torch
 
-import fused_moe  # noqa: F401 - registers the operators
+from fused_moe.operators import OPERATORS, SETUP
 
 MARK = "<!-- operators -->"
 # Operators that programs call by name, and the function of each.
@@ -32,17 +35,34 @@ def schemas() -> dict[str, str]:
 
 def markdown() -> str:
     """The page's generated part. KeyError: an operator without a meaning."""
-    from fused_moe.operators import OPERATORS, SETUP
-
     found = schemas()
-    lines = ["## Operators to call", "", "The examples begin with", "", "```python", SETUP, "```", ""]
-    for name, function in CALLED.items():
-        lines += [f"### {name}", "", OPERATORS[name].meaning, f"Checked and documented: `fused_moe.{function}`.", ""]
-        lines += ["```", _wrapped(found.pop(name)), "```", "", "```python", OPERATORS[name].example, "```", ""]
-    lines += ["## All others", "", "They may change in any release.", "", "| operator | meaning and schema |", "| --- | --- |"]
+    called = {name: OPERATORS[name] for name in CALLED}
+    setup = needed_of(SETUP, [operator.example for operator in called.values()])
+    lines = ["## Operators to call", "", "The examples begin with", "", "```python", setup, "```", ""]
+    for name, operator in called.items():
+        function = f"`fused_moe.{CALLED[name]}`"
+        link = "" if function in operator.meaning else f" With checked arguments: {function}."
+        lines += [f"### {name}", "", operator.meaning + link, ""]
+        lines += ["```", _wrapped(found.pop(name)), "```", "", "```python", operator.example, "```", ""]
+    lines += ["## All others", "", "They may change in any release.", ""]
+    lines += ["| operator | meaning and schema |", "| --- | --- |"]
     for name, schema in sorted(found.items()):
         lines.append(f"| `{name}` | {OPERATORS[name].meaning} <br> `{schema}` |")
     return "\n".join(lines)
+
+
+def needed_of(setup: str, examples: list[str]) -> str:
+    """The statements of `setup` that the examples need."""
+    names = {name for example in examples for name in re.findall(r"\w+", example)}
+    kept = []
+    for statement in reversed(ast.parse(setup).body):
+        words = re.findall(r"\w+", ast.unparse(statement))
+        named = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+        assigned = {node.id for node in named if isinstance(node.ctx, ast.Store)}
+        if isinstance(statement, ast.Import) or assigned & names:
+            names.update(words)
+            kept.append(ast.get_source_segment(setup, statement))
+    return "\n".join(reversed(kept))
 
 
 def _wrapped(schema: str, width: int = 88) -> str:
