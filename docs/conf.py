@@ -5,8 +5,9 @@ Pages are Markdown that reads the same on GitHub. `_site/` has what differs here
 """
 
 import sys
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(Path(__file__).parent))  # for _site
@@ -26,6 +27,7 @@ version = release = fused_moe.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.linkcode", "sphinx_copybutton"]
 exclude_patterns = ["_site", "_static"]
+smartquotes = False  # "softmax" is an argument
 highlight_language = "none"  # of blocks that name no language
 
 myst_heading_anchors = 4  # with GitHub's names

@@ -1,5 +1,5 @@
-"""README and docs: their code runs; their links, commands and versions are those of this checkout; they are short; and
-the API reference is complete.
+"""README and docs: their code runs; their links, commands and versions are those of this checkout; they are
+short; and the API reference is complete.
 
 Every ```python block of a page runs. The words after `python` in the fence say how:
 
@@ -35,7 +35,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 API = sorted((DOCS / "api").glob("*.md"))
 TEXTS = [*PAGES, *API, *(ROOT / f for f in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"))]
-# Written for those who change the code. What all others need is the user's pages; the API reference is neither.
+# Written for those who change the code. All other pages are the user's; the API reference is neither.
 NOT_USERS = {"lab.md", "testing.md"}
 USERS = [page for page in PAGES if page.name not in NOT_USERS]
 # Words at most, tables and code included.
@@ -223,7 +223,9 @@ def public_names() -> set[str]:
 def test_the_api_pages_have_every_public_name(cpu):
     found = documented()
     names = {f"fused_moe.{name}" for name in fused_moe.__all__}
-    names |= {name for name in public_names() if name.startswith(("fused_moe.distributed", "fused_moe.tensor"))}
+    names |= {
+        name for name in public_names() if name.startswith(("fused_moe.distributed", "fused_moe.tensor"))
+    }
     modules = tuple(f"{name}." for name in found if name == "fused_moe.reference")  # all of their names
     assert not sorted(n for n in names if n not in found and not n.startswith(modules))
 

@@ -1,5 +1,5 @@
-"""Docstrings as reStructuredText. They are plain text: paragraphs, lists, `code`, `>>>` examples, indented code,
-and the sections Args, Returns, Raises, each of `name: text` or of a paragraph."""
+"""Docstrings as reStructuredText. They are plain text: paragraphs, lists, `code`, `>>>` examples, indented
+code, and the sections Args, Returns, Raises, each of `name: text` or of a paragraph."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ TITLES = {"Args": "Arguments"}
 ITEM = re.compile(r"(\*{0,2}[A-Za-z_][\w.]*(?:, \*{0,2}[A-Za-z_][\w.]*)*): ?(.*)")
 LISTED = ("Args", "Raises", "Attributes")
 BULLET = re.compile(r"([-*]|\d+\.) ")
+PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
 # A field of a NamedTuple, and the comment behind it.
 FIELD = re.compile(r"^    (\w+): [^#\n]+#\s*(.+)$", re.MULTILINE)
 
@@ -23,6 +24,7 @@ def escaped(text: str) -> str:
     """Text with `code` as literals, and nothing else that RST would read as markup."""
     parts = re.split(r"(`+)(.+?)\1", text, flags=re.DOTALL)
     plain = [re.sub(r"([\\*|])|(?<=\w)(_)(?!\w)", r"\\\1\2", part) for part in parts[::3]]
+    plain = [PAGE.sub(r":doc:`\g<0> </\1>`", part) for part in plain]
     code = [f"``{part.strip()}``" for part in parts[2::3]]
     out = plain[0]
     for literal, after in zip(code, plain[1:], strict=True):
@@ -50,7 +52,11 @@ def blocks_of(lines: list[str]) -> list[list[str]]:
             continue
         starts = is_section(line) or BULLET.match(line)
         owns = open_ and (is_section(blocks[-1][0]) or BULLET.match(blocks[-1][0]))
-        if not open_ or starts or (not indent_of(line) and (is_section(blocks[-1][0]) or indent_of(blocks[-1][0]))):
+        if (
+            not open_
+            or starts
+            or (not indent_of(line) and (is_section(blocks[-1][0]) or indent_of(blocks[-1][0])))
+        ):
             blocks.append([line])
         elif indent_of(line) and not owns and not indent_of(blocks[-1][0]):
             blocks.append([line])

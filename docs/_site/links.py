@@ -1,7 +1,7 @@
 """Links of Markdown pages, which are written for GitHub, on the site.
 
-A link to another page stays. A link to any other file of the repository becomes its URL. Inline code that is a
-documented name links to it. A link to a file that does not exist is a warning, which fails a strict build.
+A link to another page stays. A link to any other file of the repository becomes its URL. Inline code that is
+a documented name links to it. A link to a file that does not exist is a warning, which fails a strict build.
 """
 
 from __future__ import annotations
@@ -58,14 +58,21 @@ def _read_included(app, relative_path, parent_docname, content, *, repository):
 
 
 def _link_names(app, doctree, docname):
-    """`fused_moe.route` and `fused_moe.route(logits, 2)` link to the reference; on its pages `route` does, too."""
+    """`fused_moe.route` and `fused_moe.route(x, 2)` link to the reference; on its pages `route` does, too."""
     objects = app.env.domains["py"].objects
+    # On a page of the reference: its methods, unless two have one name; then what is directly in fused_moe.
+    methods = [
+        n for n, entry in objects.items() if entry.docname == docname and entry.objtype.endswith("method")
+    ]
+    last = [n.rpartition(".")[2] for n in methods]
+    short = {end: n for n, end in zip(methods, last, strict=True) if last.count(end) == 1}
+    short.update((n.removeprefix("fused_moe."), n) for n in objects if n.startswith("fused_moe."))
     for literal in list(doctree.findall(nodes.literal)):
         if isinstance(literal.parent, nodes.reference) or literal.next_node(nodes.reference):
             continue
         name = literal.astext().partition("(")[0]
-        if docname.startswith("api/") and f"fused_moe.{name}" in objects:
-            name = f"fused_moe.{name}"
+        if docname.startswith("api/"):
+            name = short.get(name, name)
         if name.startswith("fused_moe.") and name in objects:
             entry = objects[name]
             reference = make_refnode(
