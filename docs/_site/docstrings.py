@@ -10,14 +10,12 @@ from pathlib import Path
 from textwrap import dedent
 
 ROOT = Path(__file__).parents[2]
-SECTION = re.compile(r"(Args|Returns|Raises|Yields|Attributes|Examples?|Notes?)( \(.*\))?:$")
+SECTION = re.compile(r"([A-Z]\w+)( \(.*\))?:$")
 TITLES = {"Args": "Arguments"}
 ITEM = re.compile(r"(\*{0,2}[A-Za-z_][\w.]*(?:, \*{0,2}[A-Za-z_][\w.]*)*): ?(.*)")
 LISTED = ("Args", "Raises", "Attributes")
 BULLET = re.compile(r"([-*]|\d+\.) ")
 PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
-# A field of a NamedTuple, and the comment behind it.
-FIELD = re.compile(r"^    (\w+): [^#\n]+#\s*(.+)$", re.MULTILINE)
 
 
 def escaped(text: str) -> str:
@@ -157,19 +155,17 @@ def source_of(module: str, name: str) -> str | None:
     return f"{path}#L{first}-L{first + len(lines) - 1}"
 
 
-def fields_of(cls: type) -> dict[str, str]:
-    """The comments of a NamedTuple's fields: what autodoc calls an alias for a number."""
-    return dict(FIELD.findall(inspect.getsource(cls)))
-
-
 def _process(app, what, name, value, options, lines):
-    if lines and lines[0].startswith("Alias for field number"):
-        owner, _, field = name.rpartition(".")
-        module, _, cls = owner.rpartition(".")
-        lines[:] = [fields_of(object_of(module, cls)).get(field, "")]
     text = "\n".join(lines).strip("\n").splitlines()
     lines[:] = to_rst(text)
 
 
+def _skip(app, what, name, value, skip, options):
+    """Fields and constants of a class, which its docstring has."""
+    is_code = inspect.isroutine(value) or inspect.isclass(value)
+    return None if what != "class" or is_code or isinstance(value, property | classmethod) else True
+
+
 def setup(app) -> None:
+    app.connect("autodoc-skip-member", _skip)
     app.connect("autodoc-process-docstring", _process)
