@@ -28,7 +28,7 @@ def escaped(text: str) -> str:
     for literal, after in zip(code, plain[1:], strict=True):
         # RST ends a literal only before a space or punctuation.
         out += literal + ("\\ " if re.match(r"\w", after) else "") + after
-    return out
+    return out[:-1] if out.endswith("::") else out  # what is indented becomes code anyway
 
 
 def indent_of(line: str) -> int:
@@ -36,31 +36,26 @@ def indent_of(line: str) -> int:
 
 
 def blocks_of(lines: list[str]) -> list[list[str]]:
-    """Runs of lines, split at blank lines, at section titles and at list items, and where an indented run
-    begins or ends. Blank lines inside an indented run belong to it."""
+    """Sections, list items, indented code and paragraphs, each with the indented lines that belong to it."""
     blocks: list[list[str]] = []
-    open_ = False
-    for i, line in enumerate(lines):
+    after_blank = True
+    for line in lines:
         if not line.strip():
-            later = next((after for after in lines[i:] if after.strip()), "")
-            if open_ and indent_of(later) and (indent_of(blocks[-1][-1]) or is_section(blocks[-1][0])):
+            if blocks:
                 blocks[-1].append("")
-            else:
-                open_ = False
+            after_blank = True
             continue
-        starts = is_section(line) or BULLET.match(line)
-        owns = open_ and (is_section(blocks[-1][0]) or BULLET.match(blocks[-1][0]))
-        if (
-            not open_
-            or starts
-            or (not indent_of(line) and (is_section(blocks[-1][0]) or indent_of(blocks[-1][0])))
-        ):
-            blocks.append([line])
-        elif indent_of(line) and not owns and not indent_of(blocks[-1][0]):
-            blocks.append([line])
+        last = blocks[-1] if blocks else [""]
+        is_text = not (is_section(last[0]) or indent_of(last[0]))
+        if indent_of(line):
+            continues = not is_text or BULLET.match(last[0]) or not (after_blank or last[-1].endswith(":"))
         else:
-            blocks[-1].append(line)
-        open_ = True
+            continues = is_text and not (after_blank or is_section(line) or BULLET.match(line))
+        if continues and blocks:
+            last.append(line)
+        else:
+            blocks.append([line])
+        after_blank = False
     return blocks
 
 
@@ -79,6 +74,7 @@ def indented(lines: list[str], by: int = 4) -> list[str]:
 def to_rst(lines: list[str]) -> list[str]:
     out: list[str] = []
     for block in blocks_of(lines):
+        block = "\n".join(block).rstrip().splitlines()
         first = block[0]
         if section := SECTION.match(first):
             out += section_to_rst(section[1], section[2] or "", body(block[1:]))
@@ -94,7 +90,7 @@ def to_rst(lines: list[str]) -> list[str]:
             inner = to_rst([first[width:], *body(block[1:])])
             out += [bullet[0] + inner[0], *indented(inner[1:], width)]
         else:
-            out += escaped("\n".join(block)).splitlines()
+            out += escaped("\n".join(line.strip() for line in block)).splitlines()
         if out and out[-1]:
             out.append("")
     return out
