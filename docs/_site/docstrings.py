@@ -97,12 +97,12 @@ def to_rst(lines: list[str]) -> list[str]:
 
 
 def section_to_rst(name: str, condition: str, lines: list[str]) -> list[str]:
-    if name.startswith(("Example", "Note")):
-        return [f"**{name}{condition}**", "", *(to_rst(lines) if lines[:1] else [])]
-    items = []
+    title = f":{TITLES.get(name, name)}{escaped(condition)}:"
+    if name not in LISTED:
+        return [title, *indented(to_rst(lines))]
+    items: list[tuple[str, list[str]]] = []
     for line in lines:
-        match = ITEM.match(line) if name in LISTED else None
-        if match:
+        if match := ITEM.match(line):
             items.append((match[1], [match[2]]))
         elif items:
             items[-1][1].append(line)
@@ -116,7 +116,7 @@ def section_to_rst(name: str, condition: str, lines: list[str]) -> list[str]:
             continue
         bold = ", ".join(f"**{escaped(n)}**" for n in names.split(", "))
         inner += [f"- {bold} – {rendered[0] if rendered else ''}", *indented(rendered[1:], 2)]
-    return [f":{TITLES.get(name, name)}{escaped(condition)}:", *indented(inner)]
+    return [title, *indented(inner)]
 
 
 def is_python(lines: list[str]) -> bool:
@@ -158,8 +158,8 @@ def _process(app, what, name, value, options, lines):
 
 def _skip(app, what, name, value, skip, options):
     """Fields and constants of a class, which its docstring has."""
-    is_code = inspect.isroutine(value) or inspect.isclass(value)
-    return None if what != "class" or is_code or isinstance(value, property | classmethod) else True
+    is_code = inspect.isroutine(value) or isinstance(value, property | classmethod | staticmethod)
+    return True if what == "class" and not is_code else None
 
 
 def setup(app) -> None:
