@@ -48,7 +48,6 @@ autodoc_mock_imports = [
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False
-autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 80
 add_module_names = False
 toc_object_entries_show_parents = "hide"

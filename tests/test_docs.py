@@ -12,6 +12,7 @@ Every ```python block of a page runs. The words after `python` in the fence say 
 Blocks of one page with the same words share a process. Each choice of words starts a new one.
 """
 
+import inspect
 import os
 import re
 import shlex
@@ -26,6 +27,7 @@ import torch
 from cases import torchrun
 
 import fused_moe
+from fused_moe import checkpoint, quantized
 
 ROOT = Path(__file__).parent.parent
 if not (ROOT / "README.md").exists():
@@ -226,8 +228,11 @@ def test_the_api_pages_have_every_public_name(cpu):
     names |= {
         name for name in public_names() if name.startswith(("fused_moe.distributed", "fused_moe.tensor"))
     }
-    modules = tuple(f"{name}." for name in found if name == "fused_moe.reference")  # all of their names
-    assert not sorted(n for n in names if n not in found and not n.startswith(modules))
+    assert not sorted(names - found)
+    for module in (checkpoint, quantized):
+        for name, value in vars(module).items():
+            if name[0] != "_" and (inspect.isfunction(value) or inspect.isclass(value)):
+                assert {f"{module.__name__}.{name}", f"fused_moe.{name}"} & found, name
 
 
 def test_the_page_of_operators_has_every_operator(cpu, monkeypatch):
