@@ -1,7 +1,8 @@
 """Links of Markdown pages, which are written for GitHub, on the site.
 
 A link to another page stays. A link to any other file of the repository becomes its URL. Inline code that is
-a documented name links to it. A link to a file that does not exist is a warning, which fails a strict build.
+a documented name links to it. A link to a file that does not exist stays as well: MyST warns about it, which
+fails a strict build.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from docutils import nodes
-from sphinx.util import logging
 from sphinx.util.nodes import make_refnode
 
 DOCS = Path(__file__).parents[1]
@@ -21,8 +21,6 @@ ROOT = DOCS.parent
 PAGES = {ROOT / "CONTRIBUTING.md": DOCS / "contributing.md", ROOT / "CHANGELOG.md": DOCS / "changelog.md"}
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
-
-logger = logging.getLogger(__name__)
 
 
 def rewritten(text: str, folder: Path, docname: str, repository: str) -> str:
@@ -34,8 +32,7 @@ def rewritten(text: str, folder: Path, docname: str, repository: str) -> str:
             return target
         path = Path(os.path.normpath(folder / target))
         if not path.exists():
-            logger.warning("link to a file that does not exist: %s", target, location=docname)
-            return target
+            return target  # which MyST warns about
         path = PAGES.get(path, path)
         if path.is_relative_to(DOCS) and path.is_file():
             return os.path.relpath(path, (DOCS / docname).parent)
