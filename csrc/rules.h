@@ -237,8 +237,8 @@ FUSED_MOE_FN int64_t fused_moe_span_slots(int64_t T, int64_t K, bool chooses) {
 }
 
 /* Whether one cluster makes the plan in one launch, together with the choice of its ids where it chooses. The
- * GEMMs plan fewer slots. More slots than this take longer on the SMs of one cluster than two or three launches
- * take on all SMs. */
+ * GEMMs plan fewer slots. More take longer on the SMs of one cluster than two or three launches take on all
+ * SMs. */
 FUSED_MOE_FN bool fused_moe_has_cluster_plan(int64_t T, int64_t K, int64_t E, bool chooses) {
     int64_t most = chooses ? FUSED_MOE_CLUSTER_CHOICES : FUSED_MOE_CLUSTER_SLOTS;
     return FUSED_MOE_FEW_SLOTS < T * K && T * K <= most && E <= FUSED_MOE_CLUSTER_EXPERTS &&

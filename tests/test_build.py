@@ -382,3 +382,27 @@ def test_a_failed_call_writes_no_number_to_a_stream():
     from fused_moe.ops import LIBRARY
 
     assert b"_ZNSo9_M_insertIlEERSoT_" not in Path(LIBRARY).read_bytes()
+
+
+def test_a_library_is_linked_for_the_oldest_glibc(build, tmp_path):
+    """No function of a version after 2.28, and the library's calls reach the machine's own glibc."""
+    if not all(map(shutil.which, (build.CC[0], "readelf"))):
+        pytest.skip("needs a C compiler and binutils")
+    code = (
+        "#include <dlfcn.h>\n#include <math.h>\n#include <pthread.h>\n"
+        "static pthread_key_t key;\n"
+        "double both(double x) {\n    pthread_key_create(&key, 0);\n"
+        '    return dlsym(dlopen(0, 1), "malloc") ? exp(x) : -1;\n}\n'
+    )
+    (tmp_path / "both.c").write_text(code)
+    program = [sys.executable, str(ROOT / "tools" / "older_glibc.py"), str(tmp_path / "stand_ins"), *build.CC]
+    stand_ins = subprocess.check_output(program, text=True).split()
+    library = tmp_path / "both.so"
+    compiler = [*build.CC, "-shared", "-fPIC", "-O1", str(tmp_path / "both.c"), "-o", str(library)]
+    subprocess.check_call([*compiler, *stand_ins, "-lm", "-lpthread", "-ldl"])
+    versions = subprocess.check_output(["readelf", "-W", "-V", library], text=True)
+    found = [tuple(map(int, v.split("."))) for v in re.findall(r"Name: GLIBC_([\d.]+)", versions)]
+    assert found and max(found) <= (2, 28)
+    both = ctypes.CDLL(str(library)).both
+    both.argtypes, both.restype = [ctypes.c_double], ctypes.c_double
+    assert both(1.0) == pytest.approx(2.718281828)

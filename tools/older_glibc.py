@@ -2,9 +2,9 @@
 
     python tools/older_glibc.py FOLDER [COMPILER...]
 
-Linked as usual, a library asks for the newest version of each function that the machine's glibc has. Where glibc
-keeps the version of 2.28, too, a stand-in library offers that one to the linker. The stand-ins are written into
-FOLDER; the arguments that name them to the linker, before other libraries, are printed.
+Linked as usual, a library asks for the newest version of each function that the machine's glibc has. Where
+glibc keeps the version of 2.28, too, a stand-in library offers that one to the linker. The stand-ins are
+written into FOLDER; the arguments that name them to the linker, before other libraries, are printed.
 """
 
 import re
@@ -33,9 +33,12 @@ def older_versions(library: str, compiler: list[str]) -> dict[str, str]:
 
 
 def write_stand_ins(folder: Path, compiler: list[str]) -> list[str]:
-    """Writes the stand-ins into `folder`; returns the linker's arguments, which come before other libraries."""
+    """Writes the stand-ins into `folder`; returns the linker's arguments, to come before other libraries."""
     folder.mkdir(parents=True, exist_ok=True)
-    offered = {"libm.so.6": older_versions("libm.so.6", compiler), "libc.so.6": older_versions("libc.so.6", compiler)}
+    offered = {
+        "libm.so.6": older_versions("libm.so.6", compiler),
+        "libc.so.6": older_versions("libc.so.6", compiler),
+    }
     for soname, names in FORMER.items():
         moved = [name for name in offered["libc.so.6"] if re.match(names, name)]
         offered[soname] = {name: offered["libc.so.6"].pop(name) for name in moved}

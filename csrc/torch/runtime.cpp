@@ -1,5 +1,5 @@
-/* What libraries of today have and those of glibc 2.28's time lack: defined here, the library loads under both.
- * tools/older_glibc.py holds the versions of the functions that both have. */
+/* What libraries of today have and those of glibc 2.28's time lack. With these definitions the library loads
+ * under both. tools/older_glibc.py chooses the versions of the functions that both have. */
 
 #include <new>
 #include <sstream>
@@ -9,7 +9,9 @@ template class std::basic_stringbuf<char>; /* libstdc++ 11's str() const & */
 template class std::basic_ostringstream<char>;
 
 namespace std {
-void __throw_bad_array_new_length() { throw bad_array_new_length(); }
+void __throw_bad_array_new_length() {
+    throw bad_array_new_length();
+}
 } // namespace std
 
 /* glibc 2.32's, which libstdc++'s headers read. 0: shared_ptr counts with atomic instructions. */

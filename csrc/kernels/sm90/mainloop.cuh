@@ -177,7 +177,7 @@ struct LaneRows {
             }
     }
 
-    /* Of rows 8 n to 8 n + 7, k steps 2 i and 2 i + 1. */
+    /* Rows 8 n to 8 n + 7, k steps 2 i and 2 i + 1. */
     __device__ uint32_t at(uint32_t k_tile, int n, int i) const {
         if constexpr (IN_REGISTERS) return k_tile + 8 * SWIZZLE_BYTES * n + offset[i];
         int lane = threadIdx.x % 32;
