@@ -1,11 +1,12 @@
 """Times the host side of a layer and counts its launches: eight small layers in a row, one build or more.
 
     python benchmarks/bench_host.py --build d1353da=../old --build HEAD=. --json out.json
-    python benchmarks/bench_host.py --build HEAD=. --device cpu                         # single calls alone
+    python benchmarks/bench_host.py --build HEAD=. --device cpu
 
 The GPU computes so small a layer in less time than Python and the launches take, so a layer's time is the
-host's: host_us. launches counts this library's kernels and memsets per layer; other_launches counts
-PyTorch's (the gradient of the router's weight, the token counter).
+host's: host_us. On a CPU, where kernels run on the host, the layers are narrower and have few tokens.
+launches counts this library's kernels and memsets per layer; other_launches counts PyTorch's (the gradient of
+the router's weight, the token counter).
 
 Single calls without gradients, of one token: operator_us is what their operators take when they are called
 by themselves, with arguments converted, memory allocated and kernels launched (on a CPU: run, on one thread).
@@ -26,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 LAYERS, TOKENS, EXPERTS, TOP_K, WIDTH = 8, 2048, 32, 4, 256
 STEPS = 10
 CALLS = ("fused_experts", "fused_experts out=", "FusedMoE")
-FEW_EXPERTS, FEW_SLOTS, NARROW = 4, 2, 16  # of the single calls
+FEW_EXPERTS, FEW_SLOTS, NARROW = 4, 2, 16  # of the single calls, and of the layers on a CPU
+FEW_TOKENS = 4
 # Our kernels' names contain one of these; PyTorch's do not.
 OWN = ("fused_moe",)
 
@@ -36,8 +38,12 @@ def layers(device: str = "cuda"):
 
     torch.manual_seed(0)
     factory = {"device": device, "dtype": torch.bfloat16}
-    stack = [fused_moe.FusedMoE(WIDTH, WIDTH, EXPERTS, TOP_K, **factory) for _ in range(LAYERS)]
-    x = torch.randn(TOKENS, WIDTH, **factory, requires_grad=True)
+    sizes, tokens = (WIDTH, WIDTH, EXPERTS, TOP_K), TOKENS
+    if device == "cpu":
+        torch.set_num_threads(1)  # threads take longer to start than so small a layer takes
+        sizes, tokens = (NARROW, NARROW, FEW_EXPERTS, FEW_SLOTS), FEW_TOKENS
+    stack = [fused_moe.FusedMoE(*sizes, **factory) for _ in range(LAYERS)]
+    x = torch.randn(tokens, sizes[0], **factory, requires_grad=True)
     return stack, x
 
 
@@ -58,11 +64,12 @@ def step(stack, x, what: str) -> None:
 
 def host_us(stack, x, what: str) -> float:
     """Microseconds per layer."""
-    torch.cuda.synchronize()
+    synchronize = torch.cuda.synchronize if x.is_cuda else bool
+    synchronize()
     start = time.perf_counter()
     for _ in range(STEPS):
         step(stack, x, what)
-    torch.cuda.synchronize()
+    synchronize()
     return (time.perf_counter() - start) / (STEPS * LAYERS) * 1e6
 
 
@@ -151,7 +158,7 @@ class Worker:
         if call:
             self.calls = self.calls or single_calls(device)
             return parts(self.calls[call], device)
-        self.layers = self.layers or layers()
+        self.layers = self.layers or layers(device)
         if count:
             own, others = launches(*self.layers, count)
             return {"launches": own, "other_launches": others}
@@ -178,18 +185,20 @@ def time_calls(processes: list[builds.Process], rounds: int, device: str) -> lis
     return records
 
 
-def time_layers(processes: list[builds.Process], rounds: int) -> list[dict]:
+def time_layers(processes: list[builds.Process], rounds: int, device: str) -> list[dict]:
     records = []
     for what in ("forward", "forward_backward"):
-        builds.in_turns(processes, 1, what=what)  # warm-up
-        times = builds.in_turns(processes, rounds, what=what)
+        builds.in_turns(processes, 1, what=what, device=device)  # warm-up
+        times = builds.in_turns(processes, rounds, what=what, device=device)
         for process in processes:
-            us, counts = times[process.commit], process.ask(count=what)
+            us, counts, counted = times[process.commit], {"device": device}, ""
+            if device == "cuda":
+                counts = process.ask(count=what)
+                counted = (
+                    f", {counts['launches']:g} launches of ours, {counts['other_launches']:g} of PyTorch's"
+                )
             median, least = round(statistics.median(us), 1), round(min(us), 1)
-            print(
-                f"{process.commit:10} {what:17} {median:7.1f} us per layer (least {least}), "
-                f"{counts['launches']:g} launches of ours, {counts['other_launches']:g} of PyTorch's"
-            )
+            print(f"{process.commit:10} {what:17} {median:7.1f} us per layer (least {least}){counted}")
             times_us = {"host_us": median, "least_us": least}
             records.append({"bench": "host", "what": what, "commit": process.commit, **times_us, **counts})
     return records
@@ -200,7 +209,7 @@ def main(argv: list[str] | None = None) -> None:
     flags.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     options = flags.parse_args(argv)
     processes = builds.start(options.build, __file__)
-    records = time_layers(processes, options.rounds) if options.device == "cuda" else []
+    records = time_layers(processes, options.rounds, options.device)
     records += time_calls(processes, options.rounds, options.device)
     if options.json:
         options.json.write_text(json.dumps(records, indent=1) + "\n")

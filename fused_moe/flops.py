@@ -30,8 +30,10 @@ def _register(*names: str):
 
 
 def _num_rows(x, plan) -> int:
-    """R: of row_slot, or without row maps of x."""
-    return plan[3][0] if len(plan) > 2 else x[0]
+    """R: of row_slot, or of the ids beside a packed plan, or without row maps of x."""
+    if len(plan) > 2:
+        return plan[3][0]
+    return prod(plan[1]) if len(plan[1]) == 2 else x[0]
 
 
 def _up(args) -> int:
@@ -115,6 +117,16 @@ def _down_dgrad(args) -> int:
 def _experts_down_backward(args) -> int:
     gemms = (args.need_dh or args.need_dscores or args.need_dw2) + args.need_dw2
     return 2 * gemms * args.h[0] * prod(args.w2[1:])
+
+
+@_register("experts_backward")
+def _experts_backward(args) -> int:
+    need_dw1, need_dw3, need_dw2, *_ = args.needs
+    gemms = [(args.w1, 1 + need_dw1), (args.w2, 1 + need_dw2)]
+    if args.w3:
+        gemms.append((args.w3, 1 + need_dw3))
+    of_row = sum(times * prod(w[1:]) for w, times in gemms)
+    return 2 * (args.h[0] * of_row + args.x[0] * prod(args.gate))
 
 
 @_register("fp8_up")

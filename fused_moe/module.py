@@ -35,7 +35,7 @@ from .paths import (
 )
 from .quantized.weight import QuantizedWeight
 from .resetting import reset, reset_uniform
-from .routed import routed_experts, routed_experts_without_gradients
+from .routed import routed_experts
 
 # Training forward passes without an update after which FusedMoE warns. A step may have many micro-batches.
 PATIENCE = 256
@@ -667,8 +667,7 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         bias = buffers["expert_bias"] if "expert_bias" in buffers else self.expert_bias
         check_expert_bias(FN, bias)
         if type(joined) is Operands:
-            join = routed_experts if torch.is_grad_enabled() else routed_experts_without_gradients
-            return join(x, joined, modules["router"], modules["experts"], bias, shared, **given)
+            return routed_experts(x, joined, modules["router"], modules["experts"], bias, shared, **given)
         if self.latent_down is not None:
             return self._routed_latent(x, bias, given)
         scores, ids, logits = self._route(x, bias, given)

@@ -408,16 +408,18 @@ def score_dtype(x: Tensor) -> torch.dtype:
 
 
 def _has_row_maps(plan: list[Tensor]) -> bool:
-    return len(plan) > 2
+    return len(plan) > 2 or plan[1].dim() == 2
 
 
 def _num_rows(x: Tensor, plan: list[Tensor]) -> int:
-    return plan[3].size(0) if _has_row_maps(plan) else x.size(0)
+    if len(plan) > 2:
+        return plan[3].size(0)
+    return plan[1].numel() if _has_row_maps(plan) else x.size(0)
 
 
 def _slots(x: Tensor, plan: list[Tensor]) -> tuple[int, int]:
     """T and K. Without row maps x has one row per token."""
-    return tuple(plan[4].shape) if _has_row_maps(plan) else (x.size(0), 1)
+    return tuple(plan[-1].shape) if _has_row_maps(plan) else (x.size(0), 1)
 
 
 def _widths(rows: int, layout: int) -> tuple[int, int]:
@@ -464,14 +466,18 @@ def router_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """dx, dweight and dbias, each None if it is not needed. GEMMs multiply `rounded` and `narrow`, dlogits
     and weight in x's dtype. A float32 weight beside a 16-bit x has a gradient of float32 operands."""
+    dx = run(ops.router_dgrad.default, rounded, narrow) if need_x else None
+    return dx, *parameter_gradients(dlogits, rounded, x, weight, need_weight, need_bias)
+
+
+def parameter_gradients(
+    dlogits: Tensor, rounded: Tensor, x: Tensor | None, weight: Tensor, need_weight, need_bias
+) -> tuple[Tensor | None, Tensor | None]:
+    """dweight and dbias, as `router_gradients`."""
     dweight = None
     if need_weight:
         dweight = rounded.mT @ x if weight.dtype == x.dtype else _wide_matmul(dlogits.mT, x.to(weight.dtype))
-    return (
-        run(ops.router_dgrad.default, rounded, narrow) if need_x else None,
-        dweight,
-        dlogits.sum(0).to(weight.dtype) if need_bias else None,
-    )
+    return dweight, dlogits.sum(0).to(weight.dtype) if need_bias else None
 
 
 def _wide_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -529,11 +535,11 @@ def route_gradients(
     args = (dscores, logits, ids, *settings, expert_scale)
     return (
         run(ops.route_backward.default, *args) if need_logits else None,
-        _scale_gradient(dscores, logits, ids, settings) if need_scale else None,
+        scale_gradient(dscores, logits, ids, settings) if need_scale else None,
     )
 
 
-def _scale_gradient(dscores: Tensor, logits: Tensor, ids: Tensor, settings: tuple) -> Tensor:
+def scale_gradient(dscores: Tensor, logits: Tensor, ids: Tensor, settings: tuple) -> Tensor:
     """The gradient (E,) of expert_scale: of the chosen experts' scores without it, summed in the order of
     the slots, with the same bits in every run."""
     top_k, num_experts = ids.size(1), logits.size(1)
@@ -616,7 +622,7 @@ def _unpermute_setup(ctx, args, output):
 
 def _unpermute_backward(ctx, need, dout):
     rows, scores, shared, shared_gate, *plan = ctx.saved_tensors
-    grads = _shared_gradients(need, dout, shared, shared_gate)
+    grads = shared_gradients(need, dout, shared, shared_gate)
     if scores is None:
         return grads | ({"rows": run(ops.permute.default, dout, plan)} if need.rows else {})
     if not (need.rows or need.scores):
@@ -642,7 +648,7 @@ def _saved_shared(ctx, args) -> tuple[Tensor | None, Tensor | None]:
     return shared, args.shared_gate if need.shared or need.shared_gate else None
 
 
-def _shared_gradients(need, dout, shared, shared_gate) -> dict:
+def shared_gradients(need, dout, shared, shared_gate) -> dict:
     """{"shared", "shared_gate": their gradients} where needed. Without a gate shared's is dout."""
     if need.shared and shared_gate is None:
         return {"shared": dout}
@@ -825,23 +831,11 @@ def _up_backward(ctx, need, dh, needs_scores: bool = False):
         return {}
     x, w1, w3, scores, *plan = ctx.saved_tensors
     w1, w3 = widths.restored(ctx, w1, w3)
-    return up_gradients(ctx, need, needs_scores, dh, x, w1, w3, scores, plan)
-
-
-def up_gradients(ctx, need, needs_scores: bool, dh, x, w1, w3, scores, plan, dlogits=None, gate=None) -> dict:
-    """{input of experts_up: its gradient}, of those that are needed. dlogits @ gate is added to dx. `ctx` has
-    layout and main_grads, and is of a node whose first inputs are x, w1 and w3."""
-    accumulates = any(grad is not None for grad in ctx.main_grads)
-    if accumulates:
+    if any(grad is not None for grad in ctx.main_grads):
         need = less_unasked(ctx, need, w1=1, w3=2)
     needs = (need.x, need.w1, need.w3, need.b1, need.b3, needs_scores)
     args = (dh, x, w1, w3, scores, plan, ctx.layout, *needs)
-    if accumulates:
-        op, of_weights = ops.experts_up_backward_accumulate.default, (needs[1:3], ctx.main_grads, (w1, w3))
-        grads = _accumulate(op, args, *of_weights, (ctx.layout, UNGATED), dlogits, gate)
-    else:
-        grads = run(ops.experts_up_backward.default, *args, dlogits, gate)
-    dx, dw1, dw3, db1, db3, dscores = grads
+    dx, dw1, dw3, db1, db3, dscores = up_gradients(args, ctx.main_grads)
     result = weight_gradients(ctx, need, dw1, dw3)
     if need.x:
         result["x"] = dx
@@ -852,6 +846,17 @@ def up_gradients(ctx, need, needs_scores: bool, dh, x, w1, w3, scores, plan, dlo
     if needs_scores:
         result["scores"] = dscores
     return result
+
+
+def up_gradients(args: tuple, main_grads: tuple, *of_router: Tensor) -> tuple[Tensor, ...]:
+    """dx, dw1, dw3, db1, db3 and dscores by experts_up_backward, which takes `args`; dw1 and dw3 are added to
+    main_grads. `of_router` are dlogits and gate, whose product is added to dx."""
+    main1, main3 = main_grads
+    if main1 is main3 is None:
+        return run(ops.experts_up_backward.default, *args, *of_router)
+    w1, w3, layout = args[2], args[3], args[6]
+    of_weights = (args[8:10], main_grads, (w1, w3), (layout, UNGATED))
+    return _accumulate(ops.experts_up_backward_accumulate.default, args, *of_weights, *of_router)
 
 
 def _accumulate(op, args, needs, main_grads, operands, layouts, *more):
@@ -1001,22 +1006,16 @@ def _experts_down_setup(ctx, args, output):
 
 def _experts_down_backward(ctx, need, dout):
     h, w2, b2, scores, shared, shared_gate, *plan = ctx.saved_tensors
-    of_shared = _shared_gradients(need, dout, shared, shared_gate)
-    needs = (need.h, need.w2, need.b2, need.scores)
-    if of_shared and not any(needs):
+    of_shared = shared_gradients(need, dout, shared, shared_gate)
+    if of_shared and not (need.h or need.w2 or need.b2 or need.scores):
         return of_shared
     if h is None:
         raise RuntimeError("fused_moe: experts_down was given no h, so it has no gradient")
     (w2,) = widths.restored(ctx, w2)
-    args = (dout, h, w2, b2, scores, plan, *ctx.activation)
-    if ctx.main_grad is None:
-        grads = run(ops.experts_down_backward.default, *args, *needs)
-    else:
+    if ctx.main_grad is not None:
         need = less_unasked(ctx, need, w2=2)
-        needs = (need.h, need.w2, need.b2, need.scores)
-        op, of_weight = ops.experts_down_backward_accumulate.default, ((need.w2,), (ctx.main_grad,), (w2,))
-        grads = _accumulate(op, (*args, *needs), *of_weight, (UNGATED,))
-    dh, dw2, db2, dscores = grads
+    args = (dout, h, w2, b2, scores, plan, *ctx.activation, need.h, need.w2, need.b2, need.scores)
+    dh, dw2, db2, dscores = down_gradients(args, ctx.main_grad)
     result = {}
     if need.h:
         result["h"] = dh
@@ -1027,6 +1026,15 @@ def _experts_down_backward(ctx, need, dout):
     if need.scores:
         result["scores"] = dscores
     return result | of_shared
+
+
+def down_gradients(args: tuple, main_grad: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dh, dw2, db2 and dscores by experts_down_backward, which takes `args`; dw2 is added to a main_grad."""
+    if main_grad is None:
+        return run(ops.experts_down_backward.default, *args)
+    w2, need_dw2 = args[2], args[-3]
+    of_weight = ((need_dw2,), (main_grad,), (w2,), (UNGATED,))
+    return _accumulate(ops.experts_down_backward_accumulate.default, args, *of_weight)
 
 
 def _experts_down_backward_fake(args):
@@ -1060,6 +1068,25 @@ _register(
 _register("experts_down_backward", fake=_experts_down_backward_fake)
 _register_accumulate("experts_down_backward_accumulate", fake=_experts_down_backward_fake)
 _register("down_dgrad", fake=_down_dgrad_fake)
+
+
+# --- the backward of experts with keeps: both sides and the router -----------------------------------
+
+
+def _experts_backward_fake(args):
+    x, w1, w3, w2, logits = args.x, args.w1, args.w3, args.w2, args.logits
+    grads = [x.new_empty(x.shape), logits.new_empty(logits.shape)]
+    if x.dtype != logits.dtype:
+        grads.append(x.new_empty(logits.shape))
+    need_dw1, need_dw3, need_dw2, need_db1, need_db3, need_db2, need_dscores = args.needs
+    of_weights = ((need_dw1, w1), (need_dw3, w3), (need_dw2, w2))
+    grads += [torch.empty_like(w) for need, w in of_weights if need]
+    of_biases = ((need_db1, w1), (need_db3, w1), (need_db2, w2))
+    grads += [x.new_empty(w.shape[:2]) for need, w in of_biases if need]
+    return grads + ([logits.new_empty(args.scores.shape)] if need_dscores else [])
+
+
+_register("experts_backward", fake=_experts_backward_fake)
 
 
 # --- FP8 training: the nodes of experts whose GEMMs multiply e4m3 by e4m3 -----------------------------
@@ -1190,7 +1217,7 @@ def _fp8_down_setup(ctx, args, output):
 
 def _fp8_down_backward(ctx, need, dout):
     h, x_scale, w2, scores, codes_t, scale_t, shared, shared_gate, *plan = ctx.saved_tensors
-    of_shared = _shared_gradients(need, dout, shared, shared_gate)
+    of_shared = shared_gradients(need, dout, shared, shared_gate)
     if ctx.main_grad is not None:
         need = less_unasked(ctx, need, w2=6)
     needs = (need.link or need.link_scale, need.link_t or need.link_t_scale, need.w2, need.scores)
@@ -1273,7 +1300,13 @@ def _experts_fake(args):
     if args.gate is None:
         return out, counts, []
     logits = x.new_empty(x.size(0), num_experts, dtype=score_dtype(x))
-    return out, counts, [counts.new_empty(x.size(0), args.routing[0]), logits]
+    ids = counts.new_empty(x.size(0), args.routing[0])
+    if not args.keeps:
+        return out, counts, [ids, logits]
+    _, h_width = _widths(args.w1[0].size(1), args.layout)
+    h = x.new_empty(ids.numel(), h_width)
+    plan = counts.new_empty(num_experts + 1 + schedule_words(num_experts) + 3 * ids.numel())
+    return out, counts, [ids, logits, logits.new_empty(ids.shape), h, plan]
 
 
 NO_GRADIENT = (
@@ -1294,20 +1327,21 @@ for _name, _fake in (("experts", _experts_fake), ("experts_out", _experts_out_fa
 
 def infer(
     x, weights, biases, scores, ids, settings: tuple, score_on_input=False, expert_map=None,
-    shared=(None, None), router: tuple = (), quantized: tuple = (), out: Tensor | None = None,
+    shared=(None, None), router: tuple = (), quantized: tuple = (), out: Tensor | None = None, keeps=False,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """out, counts and routed by `experts`; with out by `experts_out`. In Python the order of the schema is
     here alone. `weights` are lists, of w1, w2 and w3, as `biases` are; `settings` are layout, activation and
-    constants, `router` is gate to routing, `quantized` formats, eight_bits and power_of_two.
+    constants, `router` is gate to routing, `quantized` formats, eight_bits and power_of_two. With `keeps` the
+    call is training's, and `routed` has what backward reads.
     What has its default at the end is not passed, since a None that is passed takes 0.1 µs."""
     (w1, w2, w3), (b1, b2, b3), (added, added_gate) = weights, biases, shared
     args = (x, w1, w3, w2, scores, ids, *settings, *router)
     if quantized or not (b1 is b2 is b3 is expert_map is added is added_gate is None):
         formats, *how = quantized or ([],)
-        args = (*args, *(() if router else _NO_ROUTER), score_on_input, formats, b1, b3, b2)
+        args = (*args, *(() if router else _NO_ROUTER), keeps, score_on_input, formats, b1, b3, b2)
         args = (*args, expert_map, added, added_gate, *how)
-    elif score_on_input:
-        args = (*args, *(() if router else _NO_ROUTER), True)
+    elif score_on_input or keeps:
+        args = (*args, *(() if router else _NO_ROUTER), keeps, score_on_input)
     if out is None:
         return run(_EXPERTS, *args)
     op, args = _EXPERTS_OUT, (out, *args)

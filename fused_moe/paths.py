@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .checks import DEVICES, check_on_meta, check_tokens, fail, is_autocast_enabled, is_mixed
 from .finding import MoELayer
@@ -38,6 +39,7 @@ class Path(Enum):
     """What computes the routed experts of a call; a value names the operators."""
 
     ROUTED = "experts: the router and both sides, and no gradient"
+    ROUTED_NODE = "experts: the router and both sides, as one autograd node"
     ROUTED_UP = "router and experts_up as one autograd node, then experts_down"
     EXPERTS = "experts: both sides, and no gradient"
     UP_DOWN = "experts_up, then experts_down"
@@ -49,7 +51,7 @@ class Path(Enum):
 
 
 # An enum's attribute takes Python 3.11 a microsecond.
-ROUTED, ROUTED_UP, EXPERTS, UP_DOWN, FP8, EIGHT_BIT, QUANTIZED, COMPOSED, OTHER = Path
+ROUTED, ROUTED_NODE, ROUTED_UP, EXPERTS, UP_DOWN, FP8, EIGHT_BIT, QUANTIZED, COMPOSED, OTHER = Path
 
 
 class Choice(NamedTuple):
@@ -234,6 +236,20 @@ def operands_to_join(layer: MoELayer, x: Tensor) -> Operands | str:
     return operands
 
 
+POLICY = "a selective checkpoint's policy names operators"
+
+
+def has_policy() -> bool:
+    """Whether a selective checkpoint runs, in forward or while it runs forward again. Its policy may name the
+    experts' operators, and it caches their results. Other modes see the operators that a call has without
+    them: full checkpointing may run forward again without a mode, and expects the same saved tensors."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(
+        type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack()
+    )
+
+
 def _members(module: nn.Module, names: tuple[str, ...]) -> list:
     """The module's attributes of these names. Most are parameters, which nn.Module looks for last, in ten
     times the time."""
@@ -355,8 +371,10 @@ def path(layer: MoELayer, x: Tensor) -> Choice:
     added = () if after is None else (f"shared experts are added after the combine, since {after}",)
     apart = operands_to_join(layer, x)
     if isinstance(apart, Operands):
-        joined = ROUTED_UP if torch.is_grad_enabled() else ROUTED
-        return Choice(joined, added + _copied(experts.weights, x))
+        added += _copied(experts.weights, x)
+        if torch.is_grad_enabled() and has_policy():
+            return Choice(ROUTED_UP, (f"the experts are several operators, since {POLICY}", *added))
+        return Choice(ROUTED_NODE if torch.is_grad_enabled() else ROUTED, added)
     reasons = (f"router and experts are apart, since {apart}",)
     if type(experts).forward is not STOCK["experts"][1] or "forward" in vars(experts):
         changed = why_changed("experts", experts)

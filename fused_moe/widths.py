@@ -169,12 +169,12 @@ def saved(ctx, *operands: Tensor | None) -> Sequence[Tensor | None]:
     return [w if copy is None else copy[0] for w, copy in zip(operands, copies, strict=True)]
 
 
-def restored(ctx, *weights: Tensor | None) -> Sequence[Tensor | None]:
-    """The operands of `saved`."""
+def restored(ctx, *weights: Tensor | None, first: int = 0) -> Sequence[Tensor | None]:
+    """The operands of `saved`, from the first on."""
     if ctx.copied_rows is None:
         return weights
     with torch.no_grad():
-        pairs = zip(weights, ctx.copied_rows, strict=True)
+        pairs = zip(weights, ctx.copied_rows[first : first + len(weights)], strict=True)
         return [w if rows is None else _zeros_behind(w.detach(), rows) for w, rows in pairs]
 
 

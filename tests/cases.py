@@ -416,6 +416,16 @@ def operator_calls(case: Case, device) -> dict:
         {**down_backward, **only_dh, "need_dscores": False},
         {**down_backward, "dout": rows, "plan": rows_plan, **down_needs, "need_dscores": False},
     ]
+    packed_plan = [torch.cat([t.flatten() for t in plan.tensors]), ids.int().clamp(0, E - 1)]
+    backward = {"dout": dout, "x": x, "w1": w1, "w3": w3, **down, "gate": gate, "h": h, "scores": scores}
+    backward |= {
+        "logits": logits.to(score_dtype(dtype)),
+        "plan": packed_plan,
+        **act,
+        "routing": [K, 1, 1, 0, 0, 0],
+    }
+    backward |= {"constants": [*act["constants"], 2.0, 0.0], "expert_scale": expert_scale}
+    backward["needs"] = [True, w3 is not None, True, b1 is not None, b3 is not None, b2 is not None, True]
     quantized = [  # not fp8, with whose codes opcheck cannot reckon
         fused_moe.quantize(torch.randn(E, rows, 64).to(device), format, trainable=True, **options)
         for format, options in (("int4", {"group_size": 32, "symmetric": False}), ("mxfp4", {}), ("int8", {}))
@@ -461,6 +471,8 @@ def operator_calls(case: Case, device) -> dict:
             "expert_scale": expert_scale,
         }
         | add_shared,
+        with_router(K, **softmax, **all_groups) | {"keeps": True},
+        with_router(K, **sigmoid, **all_groups) | {"ids": ids, "keeps": True} | add_shared,
         *(of_ids | packed | {"formats": formats} | side for side in (add_shared, {"score_on_input": True})),
         with_router(K, **softmax, **all_groups) | packed | {"formats": formats},
         *eight_bit_calls(case, device, act),
@@ -535,6 +547,7 @@ def operator_calls(case: Case, device) -> dict:
             {"x": x, **coded, "scores": scores, "addend": None, **moves, **act, "save_h": False},
             {"x": rows, **coded, "scores": None, "addend": h, "plan": rows_plan, **act, "save_h": True},
         ],
+        "experts_backward": [backward, backward | {"needs": [False] * 7, "b2": None, "w3": w3}],
         "experts_up_backward": up_backwards[:3],
         "experts_up_backward_accumulate": [
             {**call, "main_grad1": grad1, "main_grad3": grad3}
@@ -545,7 +558,9 @@ def operator_calls(case: Case, device) -> dict:
             {"a": a, "h": None, **down, "scores": None, "plan": rows_plan, **act},
         ],
         "experts": inference,
-        "experts_out": [{**call, "out": torch.empty_like(call["x"])} for call in inference],
+        "experts_out": [
+            {**call, "out": torch.empty_like(call["x"])} for call in inference if not call.get("keeps")
+        ],
         "experts_down_backward": down_backwards,
         "experts_down_backward_accumulate": [{**call, "main_grad2": main2} for call in down_backwards],
         **fp8_calls(case, device, act),

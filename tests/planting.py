@@ -5,6 +5,7 @@ from cases import Case
 from torch.utils._pytree import tree_map
 
 PLAN = ("offsets", "schedule", "row_token", "row_slot", "token_row")
+PACKED = ("offsets", "ids")  # a packed plan, which begins with the offsets
 # Any value is right.
 CODES = [f"{name}{i}" for name in ("data", "scale", "zero") for i in ("", "_t", 1, 2, 3)]
 CODES += ["a_codes", "dlink", "dlink_t", "dropped_rows"]
@@ -20,7 +21,10 @@ def integer_arguments(name: str, args: tuple) -> dict[str, torch.Tensor]:
     ):
         if argument.name in CODES or argument.name in ("w1", "w3", "w2"):
             continue
-        members = zip(PLAN, value, strict=False) if argument.name == "plan" else [(argument.name, value)]
+        members = [(argument.name, value)]
+        if argument.name == "plan":
+            is_packed = len(value) == 2 and value[1].dim() == 2
+            members = zip(PACKED if is_packed else PLAN, value, strict=False)
         named |= {n: t for n, t in members if torch.is_tensor(t) and not t.is_floating_point()}
     return named
 

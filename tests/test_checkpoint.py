@@ -201,6 +201,12 @@ def call_layer(device):
     return layer(x.requires_grad_())
 
 
+def call_under_a_policy(device):
+    layer, x = layer_and_input(device)
+    with selective()()[0]:
+        return layer(x.requires_grad_())
+
+
 def call_gather(device):
     order = torch.randperm(6, device=device)
     return exchange._Gather.apply(torch.randn(6, 4, device=device).requires_grad_(), order, order.argsort())
@@ -241,7 +247,8 @@ def call_reference_in_fp8(device):
 
 
 FUNCTIONS = {
-    "_RoutedUp": call_layer,
+    "_Routed": call_layer,
+    "_RoutedUp": call_under_a_policy,
     "_Gather": call_gather,
     "Dispatch": call_parallel,
     "Combine": partial(call_parallel, static=True),

@@ -1117,7 +1117,7 @@ def operator_calls(device) -> tuple[dict, dict]:
     a, h = torch.randn(T * K, F, device=device), torch.randn(T * K, 2 * F, device=device)
     ends, act = plan.offsets[1:].contiguous(), (0, [1.0, 1.0])
     up = (x, w1, w3, None, None)
-    one_each, no_router, routed = (x, [w1], [w3], [w2]), [None] * 6, (0, 0, [1.0] * 4)  # of experts
+    one_each, no_router, routed = (x, [w1], [w3], [w2]), [*[None] * 6, False], (0, 0, [1.0] * 4)  # of experts
     router = (w1[:, 0], None, None, None, None, [1, 0, 0, 0, 0, 0])
 
     def changed(i, value):

@@ -5,10 +5,11 @@ from functools import partial
 import pytest
 import torch
 from cases import BF16, F32, Calls
-from test_routed import PassFunctions, is_joined
+from test_routed import PassFunctions, is_joined, nodes
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fused_moe
 from fused_moe import FusedMoE, add_lora, enable_fp8, fused_experts, quantize, set_lora
@@ -34,6 +35,7 @@ def dtype_for(mode):
 # others may be beside them.
 OPERATORS = {
     Path.ROUTED: {"routed"},
+    Path.ROUTED_NODE: {"routed"},
     Path.ROUTED_UP: {"route", "route_plan", "experts_up", "experts_down"},
     Path.EXPERTS: {"route", "floats"},
     Path.UP_DOWN: {"route", "route_plan", "experts_up", "experts_down"},
@@ -42,6 +44,7 @@ OPERATORS = {
     Path.QUANTIZED: {"route", "values"},
     Path.COMPOSED: {"route", "route_plan", "unpermute"},
 }
+LIKE_OTHERS = (Path.ROUTED, Path.ROUTED_NODE, Path.ROUTED_UP, Path.UP_DOWN)  # in pairs the same operators
 IN_GRAD_MODE = {"fp8_up_weights"}  # beside an FP8 call's, only where gradients are recorded
 
 
@@ -90,9 +93,9 @@ LATENT = "the experts have a width of their own"
 AUTOCAST = partial(torch.autocast, dtype=torch.bfloat16)
 # name: settings of the layer, its change, whether gradients are recorded, path, reasons
 TABLE = {
-    "training": ({}, plain, True, Path.ROUTED_UP, ()),
+    "training": ({}, plain, True, Path.ROUTED_NODE, ()),
     "decode": ({}, plain, False, Path.ROUTED, ()),
-    "shared, training": ({"num_shared_experts": 1}, plain, True, Path.ROUTED_UP, ()),
+    "shared, training": ({"num_shared_experts": 1}, plain, True, Path.ROUTED_NODE, ()),
     "shared, decode": ({"num_shared_experts": 1, "shared_expert_gate": True}, plain, False, Path.ROUTED, ()),
     "float32 router": ({"router_dtype": F32}, plain, False, Path.ROUTED, ()),
     "hooked router, decode": ({}, hooked("router"), False, Path.EXPERTS, (APART + "layer.router has hooks",)),
@@ -108,7 +111,7 @@ TABLE = {
         (AFTER + "layer.shared_experts has hooks",),
     ),
     "hooked linear layer": (
-        {"num_shared_experts": 1}, hooked("shared_experts.w2"), True, Path.ROUTED_UP,
+        {"num_shared_experts": 1}, hooked("shared_experts.w2"), True, Path.ROUTED_NODE,
         (AFTER + "a linear layer has hooks",),
     ),
     "compiled router": (
@@ -141,7 +144,7 @@ TABLE = {
         (APART + "the experts have adapters", SEVERAL + "the experts have adapters"),
     ),
     "LoRA that does not compute": (
-        {}, lambda layer: set_lora(add_lora(layer, 8), None), True, Path.ROUTED_UP, (),
+        {}, lambda layer: set_lora(add_lora(layer, 8), None), True, Path.ROUTED_NODE, (),
     ),
     "LoRA that does not compute, decode": (
         {}, lambda layer: set_lora(add_lora(layer, 8), None), False, Path.ROUTED, (),
@@ -186,10 +189,11 @@ def assert_taken(expected: Path, calls: Calls, out) -> None:
     called = {name.removeprefix("fused_moe::") for name, *_ in calls.calls if name.startswith("fused_moe::")}
     called |= set(calls.kinds())
     for other, operators in OPERATORS.items():
-        if other not in (expected, Path.ROUTED_UP, Path.UP_DOWN) and operators - OPERATORS[expected]:
+        if other not in (expected, *LIKE_OTHERS) and operators - OPERATORS[expected]:
             assert not operators <= called, other
     assert OPERATORS[expected] <= called
-    assert is_joined(out) == (expected is Path.ROUTED_UP)
+    assert is_joined(out) == (expected is Path.ROUTED_NODE)
+    assert ("_RoutedUpBackward" in nodes(out)) == (expected is Path.ROUTED_UP)
 
 
 CONTEXTS = {
@@ -240,7 +244,26 @@ def test_hooks_of_all_modules(device):
         handle.remove()
     reason = "all modules have hooks"
     assert reasons == (APART + reason, GRADIENT, AFTER + reason)
-    assert path(layer, x) == (Path.ROUTED_UP, ())
+    assert path(layer, x) == (Path.ROUTED_NODE, ())
+
+
+def test_selective_checkpoints(device):
+    layer, x = make(device)
+    found = []
+
+    def run(x):
+        found.append(path(layer, x))
+        with Calls() as calls:
+            out = layer(x)
+        assert_taken(found[0].path, calls, out)
+        return out
+
+    policy = partial(create_selective_checkpoint_contexts, [torch.ops.fused_moe.experts_up.default])
+    checkpoint(run, x, use_reentrant=False, context_fn=policy).sum().backward()
+    reason = SEVERAL + "a selective checkpoint's policy names operators"
+    assert found == [(Path.ROUTED_UP, (reason,))] * 2
+    with torch.no_grad(), policy()[0]:
+        assert path(layer, x) == (Path.ROUTED, ())
 
 
 def test_an_input_without_gradient(device):

@@ -11,14 +11,16 @@ from cases import BF16, F32, F64, Calls
 from test_module import SETTINGS
 from torch import nn
 from torch.autograd import gradcheck
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fused_moe import FusedMoE
+from fused_moe import FusedMoE, routed
 
 PLAIN = {"gate_bias": True, "bias": True}
 
@@ -50,7 +52,12 @@ def nodes(out) -> set[str]:
 
 
 def is_joined(out) -> bool:
-    return "_RoutedUpBackward" in nodes(out)
+    return "_RoutedBackward" in nodes(out)
+
+
+def with_policy(monkeypatch) -> None:
+    """From here on router and up side are one node, and the down side is another."""
+    monkeypatch.setattr(routed, "has_policy", lambda: True)
 
 
 def is_one_operator(layer, x) -> bool:
@@ -93,12 +100,46 @@ def assert_same(found: dict, expected: dict) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", (F64, F32, BF16), ids=str)
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_gradients_of_two_nodes(device, settings, dtype):
+def test_gradients_of_nodes_apart(device, settings, dtype):
     layer, x = make(device, dtype, **SETTINGS[settings])
     other = apart(layer)
     assert is_joined(layer(x)) and not is_joined(other(x))
     assert torch.equal(layer(x), other(x))
     assert_same(gradients(layer, x), gradients(other, x))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", (F64, F32, BF16), ids=str)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_one_node_or_two(device, settings, dtype, monkeypatch):
+    """The bits of the nodes that a selective checkpoint gets, with a count, given ids and losses, too."""
+    layer, x = make(device, dtype, **SETTINGS[settings])
+    count, given = torch.tensor(13, device=device), torch.randint(8, (20, 2), device=device)
+    calls = ({}, {"num_tokens": count}, {"ids": given}, {"ids": given.int(), "num_tokens": count})
+
+    def results():
+        found = []
+        for options in calls:
+            layer.tokens_per_expert.zero_()
+            out, losses, ids = layer(x, return_losses=True, return_ids=True, **options)
+            found += [out, ids, layer.tokens_per_expert.clone()]
+            main, leaves = out.square().mean(), (x, *layer.parameters())
+            for loss in (main, main + losses.load_balancing + losses.z):
+                found += torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+        return found, nodes(out)
+
+    with Calls() as called:
+        one, of_one = results()
+    assert len(called.of("experts_backward")) == len(calls)  # without losses
+    monkeypatch.setattr(routed, "MOST_BYTES", -1)
+    with Calls() as called:
+        sides, of_sides = results()
+    assert not called.of("experts_backward")
+    with_policy(monkeypatch)
+    two, of_two = results()
+    assert "_RoutedBackward" in of_one & of_sides and "_RoutedUpBackward" in of_two
+    for a, b, c in zip(one, sides, two, strict=True):
+        assert a is b is c is None or (torch.equal(a, b) and torch.equal(a, c))
 
 
 @pytest.mark.quick
@@ -150,6 +191,42 @@ def test_frozen_parameters(device, frozen):
     assert "fused_moe::router_dgrad" not in names  # experts_up_backward adds it
 
 
+@pytest.mark.parametrize("keep", (False, True))
+def test_h_is_freed_within_backward(device, keep, monkeypatch):
+    """h, the largest saved tensor, is freed once the down side has read it, unless the graph is kept."""
+    layer, x = make(device, F32, tokens=64)
+    monkeypatch.setattr(routed, "MOST_BYTES", 4 * 128 * 40 - 1)
+    out = layer(x)
+    with WatchH(width=40) as watch:
+        out.backward(torch.ones_like(out), retain_graph=keep)
+    assert watch.alive == [True, keep]
+
+
+class WatchH(TorchDispatchMode):
+    """Whether h (R, width), which the down side's backward reads, is in memory before each of both."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.alive = width, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() == "fused_moe::experts_down_backward":
+            assert args[1].size(1) == self.width
+            self.h = StorageWeakRef(args[1].untyped_storage())
+        if func.name() in ("fused_moe::experts_down_backward", "fused_moe::experts_up_backward"):
+            self.alive.append(not self.h.expired())
+        return func(*args, **(kwargs or {}))
+
+
+def test_backward_twice(device):
+    layer, x = make(device, F32, **PLAIN)
+    out = layer(x)
+    first, second = (torch.autograd.grad(out.sum(), x, retain_graph=keep)[0] for keep in (True, False))
+    assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(out.sum(), x)
+
+
 def test_gradcheck(device):
     layer, x = make(device, tokens=5, sizes=(6, 5, 4, 2), **PLAIN)  # each number is two calls
     names, values = zip(*layer.named_parameters(), strict=True)
@@ -172,12 +249,12 @@ def test_the_sum_has_no_pass_of_its_own(device):
     same_size = [
         name for name, _, results in calls.calls if any(r.shape == x.shape for r in as_tuple(results))
     ]
-    assert makers == ["fused_moe::experts_up_backward"]
+    assert makers == ["fused_moe::experts_backward"]
     assert same_size == makers
 
 
 def as_tuple(results) -> tuple:
-    return results if isinstance(results, tuple) else (results,)
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
 # --- derivatives of derivatives, batches ----------------------------------------------------------------

@@ -202,8 +202,8 @@ struct RowMap {
 /* Whether x has a row for each token, or for each row. */
 enum class RowsOf { TOKENS, ROWS };
 
-/* Checks a plan, [offsets, schedule] or [offsets, schedule, row_token, row_slot, token_row]. E: its number of
- * experts, or 0 for any. */
+/* Checks a plan, a list as library.cpp has it. E: its number of experts, or 0 for any; of a packed plan it is
+ * given. */
 RowMap row_map_of(const char *op, const Tensor &x, RowsOf rows_of, int64_t E, const TensorList &plan);
 /* The same for a plan that must have all five tensors. */
 RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const TensorList &plan);
@@ -253,10 +253,16 @@ struct PrivatePlan {
     OptTensor expert_map;
 };
 
+/* Where a part of an allocation may begin, for every kernel. */
+int64_t part_end(int64_t bytes);
+/* Words of a packed plan, and the row map of one: offsets, schedule, row_token, row_slot and token_row. */
+int64_t plan_words(int64_t E, int64_t R);
+FusedMoeRowMap row_map_in(const int32_t *packed, int64_t T, int64_t K, int64_t E);
+
 PrivatePlan prepare_plan(const char *op, const Tensor &ids, const Tensor &x, int64_t num_experts,
                          const OptTensor &expert_map, int64_t row_bytes0 = 0, int64_t row_bytes1 = 0);
 /* Who makes the plan, decided once per call. up, down: the GEMMs that may make it. (route_plan does not ask:
- * training calls it, and a cluster has to wait for eight free SMs of one GPC.) */
+ * a cluster has to wait for eight free SMs of one GPC, which work on other streams may hold.) */
 FusedMoePlanner planner_of(const Call &call, const FusedMoeRoutePlan &p, const FusedMoeRoute *route,
                            const FusedMoeUpGate *up = nullptr, const FusedMoeGroupedMM *down = nullptr);
 /* Runs the choice of the ids, if one is given, and makes the plan, unless the GEMMs do. */

@@ -1,4 +1,5 @@
-/* The experts without gradients: both sides in one call, with the router or without it. */
+/* Both sides of the experts in one call, with the router or without it. With `keeps` it returns what backward
+ * reads. */
 #include <utility>
 
 #include "sides.h"
@@ -60,6 +61,35 @@ static ChosenExperts chosen_experts(const char *op, const ExpertsArguments &give
     return {scores, ids, logits, std::move(route)};
 }
 
+/* Both sides' results: kept is [h, packed] if the call keeps them for backward. */
+struct Sides {
+    Tensor out, counts;
+    TensorList kept;
+};
+
+/* Both sides by the launches of experts_up and experts_down, after the plan. a and y are freed at the end. */
+static Sides keep_sides(const char *op, const ExpertsArguments &given, const Tensor &x,
+                        const ChosenExperts &chosen, const UpWeights &weights, const Width &s,
+                        const FusedMoeWeight &w2, int64_t D) {
+    const int64_t bytes = (int64_t)x.element_size();
+    PrivatePlan plan = prepare_plan(op, chosen.ids, x, s.E, {});
+    const FusedMoeRoute *route = chosen.route ? &chosen.route->p : nullptr;
+    const int64_t R = plan.rows.p.R, y_offset = part_end(R * s.F * bytes);
+    const Call call = begin_call(op, plan.ids);
+    run_private_plan(call, plan, route, planner_of(call, plan.p, route));
+    const Tensor h = new_tensor(x, {R, s.H});
+    const Tensor both = new_tensor(x, {y_offset + R * D * bytes}, ScalarType::Byte);
+    char *const a = (char *)both.mutable_data_ptr();
+    const Tensor out = new_tensor(x, {x.size(0), D});
+    UpSide up = up_side(op, x, weights, s, given.b1, given.b3, {}, plan.rows, given.layout, given.activation,
+                        {given.constants[0], given.constants[1]}, a, h);
+    DownSide down = down_side(op, x, a, s.F, w2, D, given.b2, chosen.scores, plan.rows,
+                              {given.shared, given.shared_gate}, a + y_offset, out);
+    run_up_side(call, up, x);
+    run_down_side(call, down, x);
+    return {out, plan.counts, {h, plan.memory}};
+}
+
 /* Out and counts in one call, which keeps nothing for backward.
  *
  * If up_gate and the down GEMM are two launches, they share counters. The plan's kernel zeroes counters that
@@ -105,8 +135,8 @@ static std::tuple<Tensor, Tensor> run_sides(const char *op, const ExpertsArgumen
     return {out, plan.counts};
 }
 
-static std::tuple<Tensor, Tensor> run_float(const char *op, const ExpertsArguments &given, const Tensor &x,
-                                            const ChosenExperts &chosen, const OptTensor &out) {
+static Sides run_float(const char *op, const ExpertsArguments &given, const Tensor &x,
+                       const ChosenExperts &chosen, const OptTensor &out) {
     check(given.w1.size() == 1 && given.w3.size() <= 1 && given.w2.size() == 1, op,
           "w1, w3 and w2 of one tensor each (w3 of none) without formats", "another number");
     const Tensor &w1 = given.w1[0], &w2 = given.w2[0];
@@ -114,8 +144,11 @@ static std::tuple<Tensor, Tensor> run_float(const char *op, const ExpertsArgumen
     check_dim(op, "w2", w2, 3);
     const Width s = width_of(op, w1, w3, given.layout);
     check_size(op, "experts of w2", w2.size(0), s.E, s.E);
-    return run_sides(op, given, x, chosen, up_weights(op, w1, w3, x, s), s, down_weight(op, w2, x, s.F),
-                     w2.size(1), out);
+    const UpWeights up = up_weights(op, w1, w3, x, s);
+    const FusedMoeWeight down = down_weight(op, w2, x, s.F);
+    if (given.keeps) return keep_sides(op, given, x, chosen, up, s, down, w2.size(1));
+    const auto [y, counts] = run_sides(op, given, x, chosen, up, s, down, w2.size(1), out);
+    return {y, counts, {}};
 }
 
 static std::tuple<Tensor, Tensor> run_quantized(const char *op, const ExpertsArguments &given,
@@ -138,12 +171,20 @@ static ExpertsResult run_experts(const char *op, const ExpertsArguments &given, 
     const size_t num_constants = given.gate ? 4 : 2;
     check(given.constants.size() == num_constants, op,
           "constants of [alpha, limit], beside a gate with route_scale and route_norm_eps", "another number");
+    check(!given.keeps || (given.gate && given.formats.empty() && !given.score_on_input && !out), op,
+          "keeps beside a gate, with float weights, scored outputs and a new result", "another call");
     const ChosenExperts chosen = chosen_experts(op, given, given.w1[0].size(0));
     const Tensor x = aligned(given.x);
-    const auto [y, counts] = given.eight_bits        ? run_eight_bits(op, given, x, chosen, out)
-                             : given.formats.empty() ? run_float(op, given, x, chosen, out)
-                                                     : run_quantized(op, given, x, chosen, out);
-    return {y, counts, chosen.logits ? TensorList{chosen.ids, *chosen.logits} : TensorList()};
+    TensorList routed;
+    if (chosen.logits) routed = {chosen.ids, *chosen.logits};
+    if (given.formats.empty()) {
+        const Sides sides = run_float(op, given, x, chosen, out);
+        if (given.keeps) routed.insert(routed.end(), {chosen.scores, sides.kept[0], sides.kept[1]});
+        return {sides.out, sides.counts, std::move(routed)};
+    }
+    const auto [y, counts] = given.eight_bits ? run_eight_bits(op, given, x, chosen, out)
+                                              : run_quantized(op, given, x, chosen, out);
+    return {y, counts, std::move(routed)};
 }
 
 #define PARAMETER(type, name) , const type &name

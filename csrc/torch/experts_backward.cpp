@@ -33,14 +33,22 @@ Tensor up_dgrad(const Tensor &dh_, const Tensor &w1, const OptTensor &w3, const 
     return run_up_dgrad(begin_call(op, dh), dh, weights, s, map);
 }
 
-/* A weight's gradient is added to its main_grad where there is one; dw1 and dw3 are then empty. The
+/* Those that are needed. */
+struct NeededUpGrads {
+    OptTensor dx, dw1, dw3, db1, db3, dscores;
+};
+struct NeededDownGrads {
+    OptTensor dh, dw2, db2, dscores;
+};
+
+/* A weight's gradient is added to its main_grad where there is one; dw1 and dw3 are then absent. The
  * router's gradient of x, dlogits gate, is added to dx. */
-static UpGrads run_up_backward(const char *op, const Tensor &dh_, const Tensor &x_, const Tensor &w1,
-                               const OptTensor &w3, const OptTensor &scores_, const TensorList &plan,
-                               int64_t layout, bool need_dx, bool need_dw1, bool need_dw3, bool need_db1,
-                               bool need_db3, bool need_dscores, const OptTensor &main_grad1,
-                               const OptTensor &main_grad3, const OptTensor &dlogits_,
-                               const OptTensor &gate_) {
+static NeededUpGrads run_up_backward(const char *op, const Tensor &dh_, const Tensor &x_, const Tensor &w1,
+                                     const OptTensor &w3, const OptTensor &scores_, const TensorList &plan,
+                                     int64_t layout, bool need_dx, bool need_dw1, bool need_dw3,
+                                     bool need_db1, bool need_db3, bool need_dscores,
+                                     const OptTensor &main_grad1, const OptTensor &main_grad3,
+                                     const OptTensor &dlogits_, const OptTensor &gate_) {
     check_dim(op, "x", x_, 2);
     Tensor x = aligned(x_);
     Width s = width_of(op, w1, w3, layout);
@@ -90,6 +98,11 @@ static UpGrads run_up_backward(const char *op, const Tensor &dh_, const Tensor &
         if (need_db1) db1 = w3 ? columns(db, 0, s.F) : db;
         if (need_db3) db3 = columns(db, s.F, s.F);
     }
+    return {dx, dw1, dw3, db1, db3, dscores};
+}
+
+static UpGrads with_empty_results(const NeededUpGrads &needed, const Tensor &x) {
+    auto [dx, dw1, dw3, db1, db3, dscores] = needed;
     for (OptTensor *grad : {&dx, &dw1, &dw3, &db1, &db3})
         if (!*grad) *grad = new_empty_result(x);
     if (!dscores) dscores = new_empty_result(x, score_dtype(x));
@@ -100,8 +113,10 @@ UpGrads experts_up_backward(const Tensor &dh, const Tensor &x, const Tensor &w1,
                             const OptTensor &scores, const TensorList &plan, int64_t layout, bool need_dx,
                             bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores,
                             const OptTensor &dlogits, const OptTensor &gate) {
-    return run_up_backward("experts_up_backward", dh, x, w1, w3, scores, plan, layout, need_dx, need_dw1,
-                           need_dw3, need_db1, need_db3, need_dscores, {}, {}, dlogits, gate);
+    const auto grads =
+        run_up_backward("experts_up_backward", dh, x, w1, w3, scores, plan, layout, need_dx, need_dw1,
+                        need_dw3, need_db1, need_db3, need_dscores, {}, {}, dlogits, gate);
+    return with_empty_results(grads, x);
 }
 
 UpGrads experts_up_backward_accumulate(const Tensor &dh, const Tensor &x, const Tensor &w1,
@@ -110,9 +125,10 @@ UpGrads experts_up_backward_accumulate(const Tensor &dh, const Tensor &x, const 
                                        bool need_db1, bool need_db3, bool need_dscores,
                                        const OptTensor &main_grad1, const OptTensor &main_grad3,
                                        const OptTensor &dlogits, const OptTensor &gate) {
-    return run_up_backward("experts_up_backward_accumulate", dh, x, w1, w3, scores, plan, layout, need_dx,
-                           need_dw1, need_dw3, need_db1, need_db3, need_dscores, main_grad1, main_grad3,
-                           dlogits, gate);
+    const auto grads = run_up_backward("experts_up_backward_accumulate", dh, x, w1, w3, scores, plan, layout,
+                                       need_dx, need_dw1, need_dw3, need_db1, need_db3, need_dscores,
+                                       main_grad1, main_grad3, dlogits, gate);
+    return with_empty_results(grads, x);
 }
 
 /* --- down side ------------------------------------------------------------------------------------------ */
@@ -178,12 +194,12 @@ std::tuple<Tensor, Tensor, Tensor> down_dgrad(const Tensor &dout, const Tensor &
     return {dh, a_scaled, dscores};
 }
 
-/* dw2 is added to main_grad2 where there is one; it is then empty. */
-static DownGrads run_down_backward(const char *op, const Tensor &dout, const Tensor &h, const Tensor &w2,
-                                   const OptTensor &b2, const OptTensor &scores, const TensorList &plan,
-                                   int64_t layout, int64_t activation, const Constants &constants,
-                                   bool need_dh, bool need_dw2, bool need_db2, bool need_dscores,
-                                   const OptTensor &main_grad2) {
+/* dw2 is added to main_grad2 where there is one; it is then absent. */
+static NeededDownGrads run_down_backward(const char *op, const Tensor &dout, const Tensor &h,
+                                         const Tensor &w2, const OptTensor &b2, const OptTensor &scores,
+                                         const TensorList &plan, int64_t layout, int64_t activation,
+                                         const Constants &constants, bool need_dh, bool need_dw2,
+                                         bool need_db2, bool need_dscores, const OptTensor &main_grad2) {
     DownDgrad d = down_dgrad_of(op, dout, w2, b2, h, scores, plan, layout, activation, constants);
     const FusedMoeRowMap &map = d.map.p;
     int64_t E = map.E, R = map.R, D = d.p.D, F = d.p.F;
@@ -218,9 +234,14 @@ static DownGrads run_down_backward(const char *op, const Tensor &dout, const Ten
                                         d.scores ? &*d.scores : nullptr};
         run_bias_grad(call, dout_rows, R, grouping_of(d.map), *db2);
     }
+    return {dh, dw2, db2, dscores};
+}
+
+static DownGrads with_empty_results(const NeededDownGrads &needed, const Tensor &dout) {
+    auto [dh, dw2, db2, dscores] = needed;
     for (OptTensor *grad : {&dh, &dw2, &db2})
-        if (!*grad) *grad = new_empty_result(d.dout);
-    if (!dscores) dscores = new_empty_result(d.dout, score_dtype(d.dout));
+        if (!*grad) *grad = new_empty_result(dout);
+    if (!dscores) dscores = new_empty_result(dout, score_dtype(dout));
     return {*dh, *dw2, *db2, *dscores};
 }
 
@@ -228,8 +249,10 @@ DownGrads experts_down_backward(const Tensor &dout, const Tensor &h, const Tenso
                                 const OptTensor &scores, const TensorList &plan, int64_t layout,
                                 int64_t activation, const Constants &constants, bool need_dh, bool need_dw2,
                                 bool need_db2, bool need_dscores) {
-    return run_down_backward("experts_down_backward", dout, h, w2, b2, scores, plan, layout, activation,
-                             constants, need_dh, need_dw2, need_db2, need_dscores, {});
+    const auto grads =
+        run_down_backward("experts_down_backward", dout, h, w2, b2, scores, plan, layout, activation,
+                          constants, need_dh, need_dw2, need_db2, need_dscores, {});
+    return with_empty_results(grads, dout);
 }
 
 DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, const Tensor &w2,
@@ -237,6 +260,47 @@ DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, 
                                            const TensorList &plan, int64_t layout, int64_t activation,
                                            const Constants &constants, bool need_dh, bool need_dw2,
                                            bool need_db2, bool need_dscores, const OptTensor &main_grad2) {
-    return run_down_backward("experts_down_backward_accumulate", dout, h, w2, b2, scores, plan, layout,
-                             activation, constants, need_dh, need_dw2, need_db2, need_dscores, main_grad2);
+    const auto grads =
+        run_down_backward("experts_down_backward_accumulate", dout, h, w2, b2, scores, plan, layout,
+                          activation, constants, need_dh, need_dw2, need_db2, need_dscores, main_grad2);
+    return with_empty_results(grads, dout);
+}
+
+/* --- both sides and the router -------------------------------------------------------------------------- */
+
+/* x in `like`'s dtype: itself, or a copy. */
+static Tensor in_dtype_of(const Tensor &x, const Tensor &like) {
+    if (x.scalar_type() == like.scalar_type()) return x;
+    Tensor copy = new_tensor(x, {x.size(0), x.size(1)}, like.scalar_type());
+    return torch::stable::copy_(copy, x);
+}
+
+/* The backward of experts with keeps: that of the down side, of route and of the up side, whose dx gets the
+ * router's part. The gradients of the router's parameters are products of dlogits, which the caller makes. */
+TensorList experts_backward(const Tensor &dout, const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                            const Tensor &w2, const Tensor &gate, const Tensor &h, const Tensor &scores,
+                            const Tensor &logits, const TensorList &plan, int64_t layout, int64_t activation,
+                            const Constants &constants, const Ints &routing, const Ints &needs,
+                            const OptTensor &b2, const OptTensor &expert_scale) {
+    const char *op = "experts_backward";
+    check(constants.size() == 4, op, "constants of [alpha, limit, route_scale, route_norm_eps]",
+          "another number");
+    check(routing.size() == 6, op, "routing of six integers", "another number");
+    check(needs.size() == 7, op, "needs of dw1, dw3, dw2, db1, db3, db2 and dscores", "another number");
+    check(plan.size() == 2 && plan[1].dim() == 2, op, "a packed plan", "another one");
+    check_dim(op, "gate", gate, 2);
+    const Constants of_activation = {constants[0], constants[1]};
+    const auto down = run_down_backward(op, dout, h, w2, b2, scores, plan, layout, activation, of_activation,
+                                        true, needs[2], needs[5], true, {});
+    const Tensor dlogits = route_backward(*down.dscores, logits, plan[1], routing[1], routing[2] != 0,
+                                          constants[2], constants[3], expert_scale);
+    const Tensor rounded = in_dtype_of(dlogits, x);
+    const auto up = run_up_backward(op, *down.dh, x, w1, w3, {}, plan, layout, true, needs[0], needs[1],
+                                    needs[3], needs[4], false, {}, {}, rounded, in_dtype_of(gate, x));
+    TensorList grads = {*up.dx, dlogits};
+    if (dlogits.scalar_type() != x.scalar_type()) grads.push_back(rounded);
+    for (const OptTensor *grad : {&up.dw1, &up.dw3, &down.dw2, &up.db1, &up.db3, &down.db2})
+        if (*grad) grads.push_back(**grad);
+    if (needs[6]) grads.push_back(*down.dscores);
+    return grads;
 }

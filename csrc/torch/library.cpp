@@ -2,7 +2,8 @@
  *
  * An argument that has a gradient, or is written, is a separate argument: autograd makes no node for a list
  * that holds None. The others are grouped:
- *   plan       [offsets, schedule], where row r is token r; or these, row_token, row_slot and token_row
+ *   plan       [offsets, schedule], where row r is token r; or these, row_token, row_slot and token_row; or
+ *              [packed, ids]: packed is those five one after the other, of ids (T, K)
  *   constants  [alpha, limit] of the activation
  *   quantized  [codes, scale, codes_t, scale_t] of FP8 training's weights; in backward [codes_t, scale_t] */
 #include "operators.h"
@@ -52,12 +53,14 @@
  *   constants  end in route_scale and route_norm_eps
  *   routed     is [ids, logits], and [] without a router: two empty tensors would take the host 1 µs.
  *              torch.compile takes no list of an operator that writes, so experts_out returns them
+ *   keeps      the call is training's: routed is [ids, logits, scores, h, packed], which backward reads. Only
+ *              experts with a router and float weights takes it
  * What most calls give comes first, since a None that is passed takes longer than a default. */
 #define EXPERTS                                                                                              \
     "Tensor x, Tensor[] w1, Tensor[] w3, Tensor[] w2, Tensor? scores, Tensor? ids, int layout, "             \
     "int activation, float[] constants, Tensor? gate=None, Tensor? gate_bias=None, "                         \
     "Tensor? expert_bias=None, Tensor? expert_scale=None, Tensor? num_tokens=None, int[]? routing=None, "    \
-    "bool score_on_input=False, int[] formats=[], Tensor? b1=None, "                                         \
+    "bool keeps=False, bool score_on_input=False, int[] formats=[], Tensor? b1=None, "                       \
     "Tensor? b3=None, Tensor? b2=None, Tensor? expert_map=None" SHARED ", bool eight_bits=False, "           \
     "bool power_of_two=False"
 
@@ -125,6 +128,11 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
         "int activation, float[] constants, Tensor? main_grad2=None" SHARED ") -> Tensor");
     m.def("experts(" EXPERTS ") -> (Tensor out, Tensor counts, Tensor[] routed)");
     m.def("experts_out(Tensor(a!) out, " EXPERTS ") -> (Tensor counts, Tensor ids, Tensor logits)");
+    /* The backward of experts with keeps: constants and routing are the same lists, and needs tells which of
+     * dw1, dw3, dw2, db1, db3, db2 and dscores are wanted. */
+    m.def("experts_backward(Tensor dout, Tensor x, Tensor w1, Tensor? w3, Tensor w2, Tensor gate, Tensor h, "
+          "Tensor scores, Tensor logits, Tensor[] plan, int layout, int activation, float[] constants, "
+          "int[] routing, int[] needs, Tensor? b2=None, Tensor? expert_scale=None) -> Tensor[]");
     m.def("experts_up_backward" EXPERTS_UP_BACKWARD(""));
     m.def("experts_up_backward_accumulate" EXPERTS_UP_BACKWARD(
         ", Tensor(a!)? main_grad1, Tensor(b!)? main_grad3"));
@@ -180,6 +188,7 @@ static void register_functions(Library &m) {
     REGISTER(m, down_dgrad);
     REGISTER(m, experts_up);
     REGISTER(m, quantized_up);
+    REGISTER(m, experts_backward);
     REGISTER(m, experts_up_backward);
     REGISTER(m, experts_up_backward_accumulate);
     REGISTER(m, experts_down);

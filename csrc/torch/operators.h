@@ -133,6 +133,14 @@ DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, 
                                            const Constants &constants, bool need_dh, bool need_dw2,
                                            bool need_db2, bool need_dscores, const OptTensor &main_grad2);
 
+/* dx, dlogits, dlogits in the dtype of a 16-bit x, and those of dw1, dw3, dw2, db1, db3, db2 and dscores that
+ * are needed. */
+TensorList experts_backward(const Tensor &dout, const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                            const Tensor &w2, const Tensor &gate, const Tensor &h, const Tensor &scores,
+                            const Tensor &logits, const TensorList &plan, int64_t layout, int64_t activation,
+                            const Constants &constants, const Ints &routing, const Ints &needs,
+                            const OptTensor &b2, const OptTensor &expert_scale);
+
 /* --- experts.cpp ---------------------------------------------------------------------------------------- */
 
 /* The arguments of experts and experts_out behind x: EXPERTS of library.cpp, in its order, each as
@@ -152,6 +160,7 @@ DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, 
     X(OptTensor, expert_scale)                                                                               \
     X(OptTensor, num_tokens)                                                                                 \
     X(std::optional<Ints>, routing)                                                                          \
+    X(bool, keeps)                                                                                           \
     X(bool, score_on_input)                                                                                  \
     X(Ints, formats)                                                                                         \
     X(OptTensor, b1)                                                                                         \
@@ -170,7 +179,7 @@ struct ExpertsArguments {
 #undef X
 };
 
-/* out, counts, and of a router [ids, logits]. */
+/* out, counts, and of a router [ids, logits], with keeps [ids, logits, scores, h, plan]. */
 using ExpertsResult = std::tuple<Tensor, Tensor, TensorList>;
 
 #define PARAMETER(type, name) , const type &name

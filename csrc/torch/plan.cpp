@@ -111,9 +111,18 @@ PlanResult route_plan_dropped(const Tensor &ids, int64_t num_experts, const OptT
                           (int64_t *)dropped_rows.mutable_data_ptr());
 }
 
-/* Where a part of an allocation may begin, for every kernel. */
-static int64_t part_end(int64_t bytes) {
+int64_t part_end(int64_t bytes) {
     return (bytes + 255) / 256 * 256;
+}
+
+int64_t plan_words(int64_t E, int64_t R) {
+    return E + 1 + fused_moe_schedule_words(E) + 3 * R;
+}
+
+FusedMoeRowMap row_map_in(const int32_t *packed, int64_t T, int64_t K, int64_t E) {
+    const int32_t *schedule = packed + E + 1, *row_token = schedule + fused_moe_schedule_words(E);
+    const int64_t R = T * K;
+    return {packed + 1, row_token, row_token + R, row_token + 2 * R, schedule, T, K, R, (int32_t)E};
 }
 
 PrivatePlan prepare_plan(const char *op, const Tensor &ids, const Tensor &x, int64_t num_experts,
@@ -123,22 +132,21 @@ PrivatePlan prepare_plan(const char *op, const Tensor &ids, const Tensor &x, int
     p = plan_of_ids(op, plan.ids, num_experts, plan.expert_map);
     check_device(op, "ids", plan.ids, x);
     check_size(op, "rows of x", x.size(0), p.T, p.T);
-    int64_t E = num_experts, R = p.T * p.K, words = fused_moe_schedule_words(E);
+    const int64_t E = num_experts, R = p.T * p.K, own_words = plan_words(E, R);
     plan.counts = new_tensor(x, {E}, ScalarType::Int);
-    const int64_t plan_words = E + 1 + words + 3 * R;
-    const int64_t first = part_end(4 * plan_words), second = first + part_end(R * row_bytes0);
+    const int64_t first = part_end(4 * own_words), second = first + part_end(R * row_bytes0);
     const bool has_matrices = row_bytes0 || row_bytes1;
-    const int64_t all_words = has_matrices ? (second + part_end(R * row_bytes1)) / 4 : plan_words;
+    const int64_t all_words = has_matrices ? (second + part_end(R * row_bytes1)) / 4 : own_words;
     plan.memory = new_tensor(x, {all_words}, ScalarType::Int);
     p.counts = mutable_ints(plan.counts);
     p.offsets = mutable_ints(plan.memory);
     plan.matrix[0] = (char *)p.offsets + first;
     plan.matrix[1] = (char *)p.offsets + second;
+    plan.rows.p = row_map_in(p.offsets, p.T, p.K, E);
     p.schedule = p.offsets + E + 1;
-    p.row_token = p.schedule + words;
+    p.row_token = p.schedule + fused_moe_schedule_words(E);
     p.row_slot = p.row_token + R;
     p.token_row = p.row_slot + R;
-    plan.rows.p = {p.offsets + 1, p.row_token, p.row_slot, p.token_row, p.schedule, p.T, p.K, R, p.E};
     plan.rows.has_maps = true;
     return plan;
 }

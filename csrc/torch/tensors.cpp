@@ -285,6 +285,26 @@ static const int32_t *map_data(const char *op, const char *name, const Tensor &m
     return ints(row_map->copies.back());
 }
 
+static void check_row_map(const char *op, const Tensor &x, RowsOf rows_of, const RowMap &map) {
+    const FusedMoeRowMap &p = map.p;
+    const int64_t rows = rows_of == RowsOf::TOKENS ? p.T : p.R;
+    if (map.has_maps) check_size(op, "rows of the first tensor", x.size(0), rows, rows);
+    check_size(op, "rows", p.R, 0, MAX_ROWS);
+    check_size(op, "tokens", p.T, 0, INT32_MAX);
+}
+
+/* The row map of a plan in one tensor, which prepare_plan has made of ids (T, K). */
+static void unpack_plan(const char *op, const Tensor &packed, const Tensor &ids, const Tensor &x,
+                        RowsOf rows_of, int64_t E, RowMap *map) {
+    check_size(op, "experts", E, 1, MAX_EXPERTS);
+    check_index_tensor(op, "ids", ids, x, 2);
+    const int64_t T = ids.size(0), K = ids.size(1), R = T * K;
+    const int32_t *words = map_data(op, "packed", packed, x, 1, map);
+    check_shape(op, "packed", packed, {plan_words(E, R)});
+    map->p = row_map_in(words, T, K, E);
+    check_row_map(op, x, rows_of, *map);
+}
+
 RowMap row_map_of(const char *op, const Tensor &x, RowsOf rows_of, int64_t E, const TensorList &plan) {
     if (plan.size() != 2 && plan.size() != 5)
         fail(op,
@@ -294,6 +314,11 @@ RowMap row_map_of(const char *op, const Tensor &x, RowsOf rows_of, int64_t E, co
     RowMap map;
     FusedMoeRowMap &p = map.p;
     p = {};
+    if (E && plan.size() == 2 && plan[1].dim() == 2) {
+        map.has_maps = true;
+        unpack_plan(op, plan[0], plan[1], x, rows_of, E, &map);
+        return map;
+    }
     map.has_maps = plan.size() == 5;
     const int32_t *offsets = map_data(op, "offsets", plan[0], x, 1, &map);
     if (!E) E = plan[0].size(0) - 1;
@@ -313,11 +338,8 @@ RowMap row_map_of(const char *op, const Tensor &x, RowsOf rows_of, int64_t E, co
         p.K = plan[4].size(1);
         p.R = plan[3].size(0);
         check_shape(op, "row_token", plan[2], {p.R});
-        int64_t rows = rows_of == RowsOf::TOKENS ? p.T : p.R;
-        check_size(op, "rows of the first tensor", x.size(0), rows, rows);
     }
-    check_size(op, "rows", p.R, 0, MAX_ROWS);
-    check_size(op, "tokens", p.T, 0, INT32_MAX);
+    check_row_map(op, x, rows_of, map);
     return map;
 }
 

@@ -87,7 +87,7 @@ def experts(
     settings = (number, codes.ACTIVATION_CODES[activation], [ALPHA, LIMIT])
     rest = (score_on_input, [w2.code] * 3, b1, b3, b2, None, None, None, True)
     with poisoned(), torch.no_grad():
-        out, *_ = ops.experts(x, *lists, scores, ids, *settings, *[None] * 6, *rest)
+        out, *_ = ops.experts(x, *lists, scores, ids, *settings, *[None] * 6, False, *rest)
     return out
 
 
