@@ -184,4 +184,5 @@ def _exchange(table: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _all_to_all(rows: Tensor, group: ProcessGroup, receive_splits=None, send_splits=None) -> Tensor:
-    return collectives.all_to_all_single_autograd(rows, receive_splits, send_splits, group)
+    """NCCL takes no rows of padded widths, whose pitch is wider than they are."""
+    return collectives.all_to_all_single_autograd(rows.contiguous(), receive_splits, send_splits, group)

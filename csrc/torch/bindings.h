@@ -261,7 +261,7 @@ FusedMoeRowMap row_map_in(const int32_t *packed, int64_t T, int64_t K, int64_t E
 
 PrivatePlan prepare_plan(const char *op, const Tensor &ids, const Tensor &x, int64_t num_experts,
                          const OptTensor &expert_map, int64_t row_bytes0 = 0, int64_t row_bytes1 = 0);
-/* Who makes the plan, decided once per call. up, down: the GEMMs that may make it. (route_plan does not ask:
+/* Who makes the plan, decided once per call. up, down: the GEMMs that may make it. (Training does not ask:
  * a cluster has to wait for eight free SMs of one GPC, which work on other streams may hold.) */
 FusedMoePlanner planner_of(const Call &call, const FusedMoeRoutePlan &p, const FusedMoeRoute *route,
                            const FusedMoeUpGate *up = nullptr, const FusedMoeGroupedMM *down = nullptr);

@@ -67,7 +67,9 @@ struct Sides {
     TensorList kept;
 };
 
-/* Both sides by the launches of experts_up and experts_down, after the plan. a and y are freed at the end. */
+/* Both sides by the launches of experts_up and experts_down, after the plan. a and y are freed at the end.
+ * Kernels make the plan, as in route_plan: a cluster would wait for eight free SMs of one GPC, which work on
+ * other streams may hold while a model trains. */
 static Sides keep_sides(const char *op, const ExpertsArguments &given, const Tensor &x,
                         const ChosenExperts &chosen, const UpWeights &weights, const Width &s,
                         const FusedMoeWeight &w2, int64_t D) {
@@ -76,7 +78,7 @@ static Sides keep_sides(const char *op, const ExpertsArguments &given, const Ten
     const FusedMoeRoute *route = chosen.route ? &chosen.route->p : nullptr;
     const int64_t R = plan.rows.p.R, y_offset = part_end(R * s.F * bytes);
     const Call call = begin_call(op, plan.ids);
-    run_private_plan(call, plan, route, planner_of(call, plan.p, route));
+    run_private_plan(call, plan, route, FUSED_MOE_PLAN_BY_KERNELS);
     const Tensor h = new_tensor(x, {R, s.H});
     const Tensor both = new_tensor(x, {y_offset + R * D * bytes}, ScalarType::Byte);
     char *const a = (char *)both.mutable_data_ptr();

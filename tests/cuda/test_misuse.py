@@ -100,7 +100,7 @@ def test_planted_garbage_where_experts_are_cut(device, name):
 def test_schedules_of_other_routings(device, name):
     """Split-K with slices that never arrive, or twice: the next call finds its semaphores at zero."""
     for call in operator_calls(CUT, device)[name]:
-        schedule = integer_arguments(name, call)["schedule"]
+        arguments = integer_arguments(name, call)
         expected = [r.clone() for r in call_operator(name, call)]
         for first in (0, 1, 512, 513, 1299, 1300):
             counts = torch.tensor([first, 1300 - first], device=device)
@@ -108,7 +108,13 @@ def test_schedules_of_other_routings(device, name):
             twice = other.clone()
             twice[12:14] = 0  # both experts of the sliced list are the first one
             for wrong in (other, twice):
-                call_operator(name, replaced(call, schedule, wrong))
+                if "schedule" in arguments:
+                    wrong_call = replaced(call, arguments["schedule"], wrong)
+                else:  # in a packed plan it follows the offsets
+                    packed = arguments["offsets"].clone()
+                    packed[CUT.num_experts + 1 :][: wrong.numel()] = wrong
+                    wrong_call = replaced(call, arguments["offsets"], packed)
+                call_operator(name, wrong_call)
                 assert_same_results(name, call, expected)
 
 

@@ -46,10 +46,9 @@ def test_one_graph_of_any_ids(device, name):
     num_experts = w1.size(0)
     ids, expert_map = ids.int(), torch.empty(num_experts, dtype=torch.int32, device=device)
     code = torch.ops.fused_moe.experts
-    rest = (*[None] * 6, False, [], None, None, None, expert_map)
-    arguments = (x, [w1], [w3], [w2], scores, ids, 0, 0, [1.0, 0.0], *rest)
+    arguments = (x, [w1], [w3], [w2], scores, ids, 0, 0, [1.0, 0.0])
     expert_map.copy_(torch.arange(num_experts))
-    graph, (out, counts, _) = capture(lambda: code(*arguments))
+    graph, (out, counts, _) = capture(lambda: code(*arguments, expert_map=expert_map))
     for i in range(20):
         ids.copy_(torch.randint(-1, num_experts + 1, ids.shape) if i else torch.full(ids.shape, -1))
         expert_map.copy_(torch.randperm(num_experts).where(torch.rand(num_experts) < 0.8, -1))
