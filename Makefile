@@ -4,7 +4,7 @@
 # make sanitize runs the CPU kernels, and the suite with them, under sanitizers
 # make build    builds the package in place             DEBUG=1, FUSED_MOE_ARCHS=sm_90a
 # make docs     builds the documentation's site in build/docs; needs Python 3.11
-# make format   formats the code; make lint only checks it
+# make format   formats the code; make lint checks that, and .github
 # make wheel    builds dist/*.tar.gz, and dist/*.whl from it
 # make clean    removes build outputs; remove .venv, too, to start from scratch
 #
@@ -27,6 +27,8 @@ bin     = $(subst $() ,\ ,$(VENV))/bin
 python  = $(bin)/python
 # Without make's flags: ninja would ask the jobserver of `make -j`, which is not for it.
 compile = MAKEFLAGS= $(python) setup.py --quiet build_ext --inplace
+# Against the schemas that the package brings: nothing is fetched.
+schema  = $(bin)/check-jsonschema --quiet --builtin-schema vendor
 C_CODE  = $(shell find csrc tests/sanitize -name "*.[ch]*") tests/schedule_model.cpp $(wildcard tests/trust/*.cu)
 
 export PYTHON TORCH CPU_INDEX
@@ -68,6 +70,12 @@ lint: dev
 	@! grep -nE '.{111}' $(C_CODE) || { echo "expected at most 110 columns, comments included, found more"; false; }
 	$(bin)/ruff format --check
 	$(bin)/ruff check
+	$(schema).github-workflows .github/workflows/*.yml
+	$(schema).github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(schema).github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(schema).dependabot .github/dependabot.yml
+	$(schema).citation-file-format CITATION.cff
+	$(bin)/zizmor --offline --quiet .github
 
 # The sdist keeps its files' times, so that the wheel is linked from the objects of `make build`. auditwheel gives it
 # the tag of the oldest glibc that it runs on; PyTorch's libraries are found by name and stay outside.
