@@ -11,7 +11,9 @@ under a CPU build of PyTorch. Graph and objects are in build/objects; compile_co
 Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS as usual; CUDA_HOME, the one place to look for nvcc in;
 MAX_JOBS, how many compilers run at a time; FUSED_MOE_ARCHS, the GPU targets to compile for instead of all;
 FUSED_MOE_WERROR=1 makes warnings errors; FUSED_MOE_DEBUG=1 bounds the waits of kernels; FUSED_MOE_OBJECTS,
-another folder than build/objects; FUSED_MOE_MANYLINUX=1 links for older glibcs, as `make wheel` does.
+another folder than build/objects; FUSED_MOE_MANYLINUX=1 links for older glibcs, as `make wheel` does;
+FUSED_MOE_NAMESPACE, of the operators in a library for tools/hub.py; FUSED_MOE_TERMINAL, a file that gets the
+progress, too.
 """
 
 import importlib.machinery
@@ -26,6 +28,7 @@ import site
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import setuptools
@@ -47,6 +50,8 @@ NVCC_OLDEST = (12, 3)  # the first with PTX ISA 8.3, which edits tensor maps on 
 # to CUDA 13, which wants a driver from 580 on anyway.
 NVCC_COMPRESSES = (13, 0)
 OBJECTS = Path(os.environ.get("FUSED_MOE_OBJECTS", "build/objects"))
+NAMESPACE = os.environ.get("FUSED_MOE_NAMESPACE", "fused_moe")  # fused_moe/namespace.py has to have the same
+REGISTERING = ("csrc/torch/library.cpp", "csrc/torch/planners.cpp")  # files that name it
 C_SOURCES, CPP_SOURCES, CUDA_SOURCES = (
     sorted(map(str, Path("csrc").glob(files))) for files in ("cpu/*.c", "torch/*.cpp", "kernels/**/*.cu")
 )
@@ -164,6 +169,51 @@ def find_nvcc() -> tuple[str | None, str]:
     return nvcc, line[0]
 
 
+def objects_in_graph() -> Path:
+    """The folder of objects, as the graph names it.
+
+    ninja compiles again what has another path or command. So both are relative, and the same in every checkout:
+    one that is copied with its times (cp -a) compiles nothing, and an unpacked sdist can share the objects of the
+    checkout that it was made in, by a link. A checkout with objects of its own names another folder in full.
+    """
+    folder = Path("build/objects")
+    OBJECTS.mkdir(parents=True, exist_ok=True)
+    if folder.is_symlink() and folder.resolve() != OBJECTS.resolve():
+        folder.unlink()
+    if not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+        folder.symlink_to(OBJECTS.absolute())
+    return folder if folder.samefile(OBJECTS) else OBJECTS.absolute()
+
+
+def torch_in_graph(torch: Path) -> Path:
+    """A link to PyTorch's folder in that of the objects: an environment in the checkout moves with it."""
+    link = objects_in_graph() / "torch"
+    link.unlink(missing_ok=True)
+    link.symlink_to(torch, target_is_directory=True)
+    return link
+
+
+def show_progress(ninja: list[str]) -> int:
+    """Runs ninja and returns its exit status. pip hides what a build prints; a line for every few seconds goes
+    to the file FUSED_MOE_TERMINAL, which tools/build_backend.py sets."""
+    try:
+        terminal = open(os.environ.get("FUSED_MOE_TERMINAL", ""), "w")  # noqa: SIM115
+    except OSError:
+        return subprocess.run(ninja).returncode
+    with terminal, subprocess.Popen(ninja, stdout=subprocess.PIPE, text=True) as process:
+        shown = 0.0
+        for line in process.stdout:
+            sys.stdout.write(line)
+            if line.startswith("[") and time.monotonic() - shown > 5:
+                shown = time.monotonic()
+                terminal.write(f"\nfused_moe: {line.rstrip()}")
+                terminal.flush()
+        if shown:
+            terminal.write("\n")
+    return process.returncode
+
+
 def run_ninja(libraries: dict[str, tuple[dict, list[str]]], facts: str) -> None:
     """Compiles and links what is out of date.
 
@@ -174,9 +224,7 @@ def run_ninja(libraries: dict[str, tuple[dict, list[str]]], facts: str) -> None:
         from ninja.ninja_syntax import Writer, escape
     except ImportError:
         raise SystemExit("fused_moe is compiled by ninja, which is missing: pip install ninja") from None
-    # ninja knows an object by its path: absolute, so that a copy of the sources elsewhere can share them.
-    objects_folder = OBJECTS.absolute()
-    objects_folder.mkdir(parents=True, exist_ok=True)
+    objects_folder = objects_in_graph()
     facts_file, ninja_file = objects_folder / "facts.txt", objects_folder / "build.ninja"
     if not facts_file.exists() or facts_file.read_text() != facts:
         facts_file.write_text(facts)
@@ -199,7 +247,7 @@ def run_ninja(libraries: dict[str, tuple[dict, list[str]]], facts: str) -> None:
         subprocess.run([*ninja, "-t", "compdb", "compile"], stdout=database, check=True)
     if jobs := os.environ.get("MAX_JOBS"):
         ninja += ["-j", jobs]
-    if subprocess.run(ninja).returncode:
+    if show_progress(ninja):
         raise SystemExit("fused_moe: the build failed; the command and its messages are above")
 
 
@@ -218,8 +266,13 @@ class Build(build_ext):
             return fullname.replace(".", "/") + ".so"
         return super().get_ext_filename(fullname)
 
+    def get_ext_fullpath(self, ext_name: str) -> str:
+        path = super().get_ext_fullpath(ext_name)
+        return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
+
     def build_extensions(self) -> None:
-        torch, torch_version = find_torch()
+        found, torch_version = find_torch()
+        torch = torch_in_graph(found)
         nvcc, release_or_reason = find_nvcc()
         asked = asked_targets(os.environ.get("FUSED_MOE_ARCHS", ""))
         facts = {
@@ -254,9 +307,11 @@ class Build(build_ext):
             link += shlex.split(re.search(r"LIBRARIES=(.*)", output)[1])
             link += ["-lcudart_static", "-lpthread", "-ldl", "-lrt"]
         if os.environ.get("FUSED_MOE_MANYLINUX") == "1":
-            program = [sys.executable, "tools/older_glibc.py", str(OBJECTS.absolute() / "older_glibc"), *CXX]
+            program = [sys.executable, "tools/older_glibc.py", str(objects_in_graph() / "older_glibc"), *CXX]
             link = [*shlex.split(subprocess.check_output(program, text=True)), *link]
         compilers |= dict.fromkeys(CPP_SOURCES, torch_cpp)
+        if NAMESPACE != "fused_moe":
+            compilers |= dict.fromkeys(REGISTERING, [*torch_cpp, f"-DFUSED_MOE_NAMESPACE={NAMESPACE}"])
         compilers["csrc/torch/facts.cpp"] = [*torch_cpp, f"-DBUILD_INFO={info}"]  # for fused_moe.info()
         # ninja begins in this order: the slowest first, or one core compiles them when the others are done
         compilers = dict(sorted(compilers.items(), key=lambda pair: not pair[0].endswith(SLOWEST)))

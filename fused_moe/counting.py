@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from .namespace import NAMESPACE
+
 
 class Counting(nn.Module):
     """A module with counters: attributes named in `counters`, set by the subclass."""
@@ -108,20 +110,20 @@ def _add_batched(info, in_dims, total: Tensor, amount: Tensor):
 # a tensor from outside. Both call an operator. A CUDA graph would replay the answer of its recording, and
 # mode="reduce-overhead" takes what a graph writes for an output, which the next step overwrites: operators on
 # counters are between two graphs, so that no graph has a counter.
-_library = torch.library.Library("fused_moe_counting", "DEF")
+_library = torch.library.Library(f"{NAMESPACE}_counting", "DEF")
 _library.define("add(Tensor(a!) total, Tensor amount) -> ()", tags=torch.Tag.cudagraph_unsafe)
 _library.impl("add", _add, "CompositeExplicitAutograd")
-torch.library.register_fake("fused_moe_counting::add", lambda total, amount: None, lib=_library)
-torch.library.register_vmap("fused_moe_counting::add", _add_batched, lib=_library)
-_op = torch.ops.fused_moe_counting.add.default
+torch.library.register_fake(f"{NAMESPACE}_counting::add", lambda total, amount: None, lib=_library)
+torch.library.register_vmap(f"{NAMESPACE}_counting::add", _add_batched, lib=_library)
+_op = getattr(torch.ops, _library.ns).add.default
 _library.define(
     "start(Tensor? total, SymInt[] shape, ScalarType dtype, Device device) -> Tensor",
     tags=torch.Tag.cudagraph_unsafe,
 )
 _library.impl("start", _start, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "fused_moe_counting::start",
+    f"{NAMESPACE}_counting::start",
     lambda total, shape, dtype, device: torch.empty(shape, dtype=dtype, device=device),
     lib=_library,
 )
-_start_op = torch.ops.fused_moe_counting.start.default
+_start_op = getattr(torch.ops, _library.ns).start.default

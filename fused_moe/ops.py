@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from . import widths
 from .activation import ACTIVATIONS
 from .main_grad import less_unasked
+from .namespace import NAMESPACE
 from .plan import Plan
 
 SCORE_FUNCS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
@@ -49,13 +50,13 @@ if not LIBRARY.exists():
     )
 torch.ops.load_library(str(LIBRARY))
 
-ops = torch.ops.fused_moe
+ops = getattr(torch.ops, NAMESPACE)
 FACTS = json.loads(ops.facts())  # build, tiers, capabilities, reasons, operators, constants
-HAS_CUDA_KERNELS = torch._C._dispatch_has_kernel_for_dispatch_key("fused_moe::experts_up", "CUDA")
+HAS_CUDA_KERNELS = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::experts_up", "CUDA")
 TIERS = (*reversed(FACTS["tiers"]), "auto")  # what FUSED_MOE_TIER may be
 # Where an operator writes a view of an input, inductor added the input's storage offset twice: seen in 2.11.
 WRITES_BESIDE_VIEWS = torch.__version__ < (2, 13)
-_library = torch.library.Library("fused_moe", "IMPL")
+_library = torch.library.Library(NAMESPACE, "IMPL")
 _nodes = {}  # operator -> apply of its autograd node
 _refusals = {}  # operator that refuses gradients -> function that raises if its arguments require one
 # The dispatch keys that a thread includes by itself. Functorch, tracing and dispatch modes include more.
@@ -174,7 +175,7 @@ def _register_fake(schema: Schema, fake):
         _refuse_mixed(schema.name, args)
         return fake(args)
 
-    torch.library.register_fake(f"fused_moe::{schema.name}", by_name)
+    torch.library.register_fake(f"{NAMESPACE}::{schema.name}", by_name)
 
 
 def _refuse_mixed(name: str, args) -> None:
@@ -220,7 +221,7 @@ def _register_vmap(schema: Schema):
         stacked = loop(leaves[dims.index(0)].size(0), dims, leaves, spec)
         return pytree.tree_map_only(Tensor, lambda x: torch._add_batch_dim(x, 0, level), stacked)
 
-    torch.library.register_vmap(f"fused_moe::{schema.name}", rule, lib=_library)
+    torch.library.register_vmap(f"{NAMESPACE}::{schema.name}", rule, lib=_library)
     _library.impl(schema.name, older_rule, "Batched")
 
 

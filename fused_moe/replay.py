@@ -31,6 +31,7 @@ from torch.utils import checkpoint
 from .checks import GIVEN_IDS, check_int, fail
 from .counting import is_recomputing
 from .module import FusedMoE
+from .namespace import NAMESPACE
 
 __all__ = ["Routes", "record_routing", "replay_routing"]
 
@@ -666,7 +667,7 @@ def _note_at_run_time(key: Tensor, ids: Tensor) -> None:
 
 # Both are declared to write the key, which keeps them in order and from being merged or removed. They run
 # between two CUDA graphs of mode="reduce-overhead", not in one.
-_library = torch.library.Library("fused_moe_replay", "DEF")
+_library = torch.library.Library(f"{NAMESPACE}_replay", "DEF")
 for _schema, _run, _fake in (
     (
         "take(Tensor(a!) key, SymInt num_tokens, int top_k, Device device) -> Tensor",
@@ -680,6 +681,6 @@ for _schema, _run, _fake in (
     _name = _schema.partition("(")[0]
     _library.define(_schema, tags=torch.Tag.cudagraph_unsafe)
     _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fused_moe_replay::{_name}", _fake, lib=_library)
-_take_op = torch.ops.fused_moe_replay.take.default
-_note_op = torch.ops.fused_moe_replay.note.default
+    torch.library.register_fake(f"{NAMESPACE}_replay::{_name}", _fake, lib=_library)
+_take_op = getattr(torch.ops, _library.ns).take.default
+_note_op = getattr(torch.ops, _library.ns).note.default

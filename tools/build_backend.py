@@ -4,6 +4,7 @@ pip builds in a separate environment that holds only what the backend asks for. 
 download gigabytes for a few headers, so it is asked for only where find_torch() of setup.py finds none.
 """
 
+import os
 import runpy
 import sys
 
@@ -21,6 +22,18 @@ DOWNLOAD = """fused_moe is compiled against PyTorch, and none was found: one is 
 PyPI's is the CUDA build, 2.6 GB with its libraries. To choose another, first install it, setuptools and
 ninja, then pip install --no-build-isolation.
 """
+COMPILING = """
+fused_moe: compiling. On two cores that takes about a minute, and 10 to 15 more where there is an nvcc.
+"""
+
+
+def tell(text: str) -> None:
+    """pip shows what a backend prints only when it fails, or with -v."""
+    try:
+        with open(TERMINAL, "w") as terminal:
+            terminal.write(text)
+    except OSError:
+        sys.stderr.write(text)
 
 
 def torch_to_ask_for() -> list[str]:
@@ -30,11 +43,7 @@ def torch_to_ask_for() -> list[str]:
         pass
     else:
         return []
-    try:  # pip shows what a backend prints only when it fails
-        with open(TERMINAL, "w") as terminal:
-            terminal.write(DOWNLOAD)
-    except OSError:
-        sys.stderr.write(DOWNLOAD)
+    tell(DOWNLOAD)
     return ["torch>=2.10"]
 
 
@@ -44,3 +53,19 @@ def get_requires_for_build_wheel(config_settings=None) -> list[str]:
 
 def get_requires_for_build_editable(config_settings=None) -> list[str]:
     return build_meta.get_requires_for_build_editable(config_settings) + torch_to_ask_for()
+
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    _show_progress()
+    return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    _show_progress()
+    return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
+
+
+def _show_progress() -> None:
+    """setup.py writes ninja's progress there, too."""
+    tell(COMPILING)
+    os.environ.setdefault("FUSED_MOE_TERMINAL", TERMINAL)

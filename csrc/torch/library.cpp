@@ -64,7 +64,11 @@
     "Tensor? b3=None, Tensor? b2=None, Tensor? expert_map=None" SHARED ", bool eight_bits=False, "           \
     "bool power_of_two=False"
 
-STABLE_TORCH_LIBRARY(fused_moe, m) {
+#ifndef FUSED_MOE_NAMESPACE
+#define FUSED_MOE_NAMESPACE fused_moe /* setup.py's FUSED_MOE_NAMESPACE: another copy in the same process */
+#endif
+
+STABLE_TORCH_LIBRARY(FUSED_MOE_NAMESPACE, m) {
     m.def("facts() -> str");
     m.def("cuda_device(int index) -> (int status, int driver, int runtime, int capability)");
     m.def("cuda_problem(int status, int driver, int runtime, int capability) -> str");
@@ -207,17 +211,17 @@ static void register_functions(Library &m) {
     REGISTER(m, fp8_down_backward_accumulate);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fused_moe, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(FUSED_MOE_NAMESPACE, CPU, m) {
     register_functions(m);
 }
 
 #ifdef FUSED_MOE_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(fused_moe, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(FUSED_MOE_NAMESPACE, CUDA, m) {
     register_functions(m);
 }
 #endif
 
-STABLE_TORCH_LIBRARY_IMPL(fused_moe, CompositeExplicitAutograd, m) {
+STABLE_TORCH_LIBRARY_IMPL(FUSED_MOE_NAMESPACE, CompositeExplicitAutograd, m) {
     m.impl("facts", TORCH_BOX(&facts));
     m.impl("cuda_device", TORCH_BOX(&cuda_device));
     m.impl("cuda_problem", TORCH_BOX(&cuda_problem));

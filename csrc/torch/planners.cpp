@@ -167,8 +167,12 @@ std::tuple<int64_t, int64_t, bool> default_order() {
 
 } // namespace
 
+#ifndef FUSED_MOE_NAMESPACE
+#define FUSED_MOE_NAMESPACE fused_moe /* setup.py's FUSED_MOE_NAMESPACE: another copy in the same process */
+#endif
+
 /* For tests and tools alone. */
-STABLE_TORCH_LIBRARY_FRAGMENT(fused_moe, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_MOE_NAMESPACE, m) {
     m.def("tile_schedule(Tensor offs, int tile_rows, int slice_rows) -> Tensor");
     m.def("work_tiles(Tensor schedule, Tensor offs, int num_n_tiles, int group, bool interleave, int "
           "split_last_wave) "
@@ -179,7 +183,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fused_moe, m) {
 }
 
 /* Not CPU: that key is for a layer's operators, which have a CUDA, a fake and an autograd kernel, too. */
-STABLE_TORCH_LIBRARY_IMPL(fused_moe, CompositeExplicitAutograd, m) {
+STABLE_TORCH_LIBRARY_IMPL(FUSED_MOE_NAMESPACE, CompositeExplicitAutograd, m) {
     REGISTER(m, tile_schedule);
     REGISTER(m, work_tiles);
     REGISTER(m, wgrad_tiles);
