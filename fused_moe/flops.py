@@ -177,7 +177,11 @@ class _AtImport(MetaPathFinder):
     NAME = "torch.utils.flop_counter"
 
     def find_spec(self, name, path, target=None):
-        spec = PathFinder.find_spec(name, path, target) if name == self.NAME else None
+        if name != self.NAME:
+            return None
+        # The finders behind this one: another copy of fused_moe has one, too.
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is None:
             return None
         execute = spec.loader.exec_module

@@ -6,7 +6,9 @@ without a checkout, as when the tests run against an installed wheel.
 
 import ctypes
 import importlib.util
+import io
 import json
+import os
 import re
 import shutil
 import site
@@ -79,6 +81,54 @@ def test_a_copy_of_the_sources_shares_objects(build, project, monkeypatch, tmp_p
     monkeypatch.chdir(copy)
     assert project() == ["both.so"]
     Path("a header.h").unlink()
+    with pytest.raises(SystemExit, match="the build failed"):
+        project()
+
+
+def test_a_copied_checkout_compiles_nothing(project, monkeypatch, tmp_path):
+    """With its build folder, by cp -a: copies made later than their objects would be compiled again."""
+    assert project() == ["both.so", "one.c", "two.c"]
+    copy = tmp_path.with_name(f"{tmp_path.name} copied")
+    shutil.copytree(tmp_path, copy, symlinks=True)  # keeps times
+    shutil.rmtree(tmp_path / "build")
+    monkeypatch.chdir(copy)
+    assert project() == []
+    Path("a header.h").touch()
+    assert project() == ["both.so", "one.c"]
+
+
+def test_a_checkout_with_objects_of_its_own_keeps_them(build, project, monkeypatch, tmp_path):
+    assert project() == ["both.so", "one.c", "two.c"]
+    monkeypatch.setattr(build, "OBJECTS", tmp_path / "others")
+    assert project() == ["both.so", "one.c", "two.c"]
+    assert (tmp_path / "others/one.c.o").exists() and not Path("build/objects").is_symlink()
+    monkeypatch.setattr(build, "OBJECTS", Path("build/objects"))
+    assert "one.c" not in project()
+
+
+def test_a_library_of_the_checkout_has_a_relative_path(build, monkeypatch, tmp_path):
+    """And PyTorch's folder is a link, so an environment in the checkout can move with it."""
+    from setuptools import Distribution
+
+    (tmp_path / "fused_moe").mkdir()
+    monkeypatch.chdir(tmp_path)
+    command = build.Build(Distribution({"ext_modules": [build.OPS], "packages": ["fused_moe"]}))
+    command.inplace = True
+    command.ensure_finalized()
+    assert not Path(command.get_ext_fullpath("fused_moe._ops")).is_absolute()
+    for torch in ("one", "two"):
+        link = build.torch_in_graph(tmp_path / torch)
+        assert not link.is_absolute() and link.readlink() == tmp_path / torch
+
+
+def test_progress_reaches_the_terminal(project, monkeypatch, tmp_path, capfd):
+    """pip shows nothing of what a build prints."""
+    monkeypatch.setenv("FUSED_MOE_TERMINAL", str(tmp_path / "terminal"))
+    assert project() == ["both.so", "one.c", "two.c"]
+    assert (tmp_path / "terminal").read_text().startswith("\nfused_moe: [1/3] compile ")
+    assert project() == []
+    assert (tmp_path / "terminal").read_text() == ""
+    Path("one.c").write_text("int one(void) { return }\n")
     with pytest.raises(SystemExit, match="the build failed"):
         project()
 
@@ -312,7 +362,25 @@ def test_the_backend_is_setuptools_otherwise():
 
     backend = load("tools/build_backend.py")
     changed = {name for name in build_meta.__all__ if getattr(backend, name) is not getattr(build_meta, name)}
-    assert changed == {"get_requires_for_build_wheel", "get_requires_for_build_editable"}
+    hooks = (
+        "get_requires_for_build_wheel",
+        "get_requires_for_build_editable",
+        "build_wheel",
+        "build_editable",
+    )
+    assert changed == {*hooks}
+
+
+@pytest.mark.parametrize("hook", ["build_wheel", "build_editable"])
+def test_the_backend_says_how_long_compiling_takes(build, hook, monkeypatch, tmp_path):
+    backend = load("tools/build_backend.py")
+    monkeypatch.setenv("FUSED_MOE_TERMINAL", "")  # and restored after the test
+    monkeypatch.delenv("FUSED_MOE_TERMINAL")
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # no terminal, as under pip
+    monkeypatch.setattr(backend, "TERMINAL", str(tmp_path / "terminal"))
+    monkeypatch.setattr(backend.build_meta, hook, lambda *arguments: os.environ["FUSED_MOE_TERMINAL"])
+    assert getattr(backend, hook)("a folder") == str(tmp_path / "terminal")
+    assert "about a minute" in (tmp_path / "terminal").read_text()
 
 
 @pytest.mark.parametrize("path", ["setup.py", "tools/build_backend.py"])

@@ -66,7 +66,10 @@ def test_a_variant_for_each_backend(repository):
     assert len(ids) == len(found) and all(name.isidentifier() for name in ids)
     for metadata in found.values():
         assert (metadata["name"], metadata["version"], metadata["python-depends"]) == ("fused-moe", 3, [])
-    build = {"gpu_targets": "sm_80 compute_80 sm_90a", "nvcc": "Cuda compilation tools, release 13.0, V13.0.88"}
+    build = {
+        "gpu_targets": "sm_80 compute_80 sm_90a",
+        "nvcc": "Cuda compilation tools, release 13.0, V13.0.88",
+    }
     assert hub.backends_of(build) == {
         "cpu": {"type": "cpu"},
         "cu130": {"type": "cuda", "archs": ["8.0", "8.0+PTX", "9.0a"]},

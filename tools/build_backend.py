@@ -67,5 +67,6 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
 
 def _show_progress() -> None:
     """setup.py writes ninja's progress there, too."""
-    tell(COMPILING)
-    os.environ.setdefault("FUSED_MOE_TERMINAL", TERMINAL)
+    if not sys.stdout.isatty():  # it is pip's
+        tell(COMPILING)
+        os.environ.setdefault("FUSED_MOE_TERMINAL", TERMINAL)

@@ -163,11 +163,15 @@ def write(out: Path, library: Path, repo: str, kernel_version: int) -> list[Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--library", type=Path, help="a built _ops.so; by default one is built")
     parser.add_argument("--repo", default="fused-moe/fused-moe", help="the repository on the hub")
-    parser.add_argument("--kernel-version", type=int, default=1, help="the hub's version, which is one number")
+    parser.add_argument(
+        "--kernel-version", type=int, default=1, help="the hub's version, which is one number"
+    )
     args = parser.parse_args()
     version = re.search(r'^__version__ = "(.*)"', (PACKAGE / "version.py").read_text(), re.MULTILINE)[1]
     library = args.library or build_library(version)
