@@ -172,9 +172,10 @@ def find_nvcc() -> tuple[str | None, str]:
 def objects_in_graph() -> Path:
     """The folder of objects, as the graph names it.
 
-    ninja compiles again what has another path or command. So both are relative, and the same in every checkout:
-    one that is copied with its times (cp -a) compiles nothing, and an unpacked sdist can share the objects of the
-    checkout that it was made in, by a link. A checkout with objects of its own names another folder in full.
+    ninja compiles again what has another path or command. So both are relative, and the same in every
+    checkout: one that is copied with its times (cp -a) compiles nothing, and an unpacked sdist shares the
+    objects of the checkout that it was made in, by a link. Another folder, beside objects of the checkout's
+    own, has its absolute path.
     """
     folder = Path("build/objects")
     OBJECTS.mkdir(parents=True, exist_ok=True)
@@ -195,8 +196,8 @@ def torch_in_graph(torch: Path) -> Path:
 
 
 def show_progress(ninja: list[str]) -> int:
-    """Runs ninja and returns its exit status. pip hides what a build prints; a line for every few seconds goes
-    to the file FUSED_MOE_TERMINAL, which tools/build_backend.py sets."""
+    """Runs ninja and returns its exit status. pip hides what a build prints; a line every few seconds goes to
+    the file FUSED_MOE_TERMINAL, which tools/build_backend.py sets."""
     try:
         terminal = open(os.environ.get("FUSED_MOE_TERMINAL", ""), "w")  # noqa: SIM115
     except OSError:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.abc import MetaPathFinder
-from importlib.machinery import PathFinder
 from math import prod
 
 from .ops import Schema, ops

@@ -1,7 +1,8 @@
 """tools/hub.py: the layout of Hugging Face's kernels hub, and what is loaded from it.
 
-Kernels are loaded by `kernels.get_local_kernel` in processes of their own, where no fused_moe is imported: the library
-at hand has the operators' usual namespace. Skipped without the package `kernels`, and without a checkout.
+Kernels are loaded by `kernels.get_local_kernel` in processes of their own, where no fused_moe is imported:
+the library at hand has the operators' usual namespace. Skipped without a checkout; what loads a kernel also
+without the package `kernels`.
 """
 
 import ast
@@ -42,7 +43,7 @@ def variants(repository: Path) -> list[Path]:
 
 
 def in_a_kernel(repository: Path, code: str, *packages: str) -> None:
-    """Runs code in a process that has loaded the kernel as `kernel`."""
+    """Runs code in a process that has loaded the CPU's variant as `kernel`, also in a CUDA build of PyTorch."""
     for package in ("kernels", *packages):
         pytest.importorskip(package)
     head = f"""
@@ -50,7 +51,7 @@ import sys, torch
 from pathlib import Path
 from kernels import get_local_kernel
 repository = Path({str(repository)!r})
-kernel = get_local_kernel(repository)
+kernel = get_local_kernel(repository, backend="cpu")
 """
     tail = "\nassert not [name for name in sys.modules if name.split('.')[0] == 'fused_moe']"
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
@@ -98,6 +99,10 @@ def test_the_hub_reads_the_layout(repository):
     assert [str(b) for b in rust.Build.open(str(repository)).general.backends][0] == "cpu"
     for variant in variants(repository):
         rust.Metadata.read_from_file(variant / "metadata.json")
+    from kernels.variants import parse_variant
+
+    for name in ("torch-stable-abi210-cpu-x86_64-linux", "torch-stable-abi210-cu130-x86_64-linux"):
+        assert parse_variant(name).variant_str == name
 
 
 def test_a_namespace_of_its_own(build_flags=("-std=c++20", "-E", "-P", "-DFUSED_MOE_NAMESPACE=another")):
@@ -146,34 +151,39 @@ layer(x).sum().backward()
 
 
 def test_layers(repository):
-    """Blocks of gpt-oss, Mixtral and Qwen3-MoE, as kernelize replaces their forward, beside the blocks as they are."""
+    """Blocks of gpt-oss, Mixtral and Qwen3-MoE, as kernelize changes them and as they are."""
     in_a_kernel(
         repository,
         """
 import copy
-from kernels import LocalLayerRepository, Mode, kernelize, register_kernel_mapping, replace_kernel_forward_from_hub
+from kernels import LocalLayerRepository, Mode, kernelize, register_kernel_mapping
+from kernels import replace_kernel_forward_from_hub as maps
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-replace_kernel_forward_from_hub(GptOssMLP, "MegaBlocksMoeMLP")  # as transformers does for the kernels that it knows
-replace_kernel_forward_from_hub(MixtralSparseMoeBlock, "FusedMoEBlock")
-replace_kernel_forward_from_hub(Qwen3MoeSparseMoeBlock, "FusedMoEBlock")
-layers = {name: LocalLayerRepository(repository, layer_name=name) for name in ("MegaBlocksMoeMLP", "FusedMoEBlock")}
+maps(GptOssMLP, "MegaBlocksMoeMLP")  # transformers does this beside the releases of kernels that it knows
+maps(MixtralSparseMoeBlock, "FusedMoEBlock")
+maps(Qwen3MoeSparseMoeBlock, "FusedMoEBlock")
+names = "MegaBlocksMoeMLP", "FusedMoEBlock"
+variant = Path(kernel.__file__).parent
+layers = {name: LocalLayerRepository(variant, layer_name=name) for name in names}
 register_kernel_mapping({name: {"cpu": layer} for name, layer in layers.items()}, inherit_mapping=False)
 sizes = dict(hidden_size=32, intermediate_size=48, num_experts_per_tok=2)
+qwen3 = dict(num_experts=4, moe_intermediate_size=48, norm_topk_prob=True)
 cases = (
     (GptOssMLP, GptOssConfig(num_local_experts=4, **sizes)),
     (MixtralSparseMoeBlock, MixtralConfig(num_local_experts=4, **sizes)),
-    (Qwen3MoeSparseMoeBlock, Qwen3MoeConfig(num_experts=4, moe_intermediate_size=48, norm_topk_prob=True, **sizes)),
+    (Qwen3MoeSparseMoeBlock, Qwen3MoeConfig(**sizes, **qwen3)),
 )
 for cls, config in cases:
     config._experts_implementation = "eager"
     block = cls(config)
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.2)
-    ours = kernelize(copy.deepcopy(block), mode=Mode.TRAINING | Mode.TORCH_COMPILE, device="cpu", use_fallback=False)
+    mode = Mode.TRAINING | Mode.TORCH_COMPILE
+    ours = kernelize(copy.deepcopy(block), mode=mode, device="cpu", use_fallback=False)
     assert type(ours) is cls and ours.forward.__func__.__module__ == kernel.layers.__name__
     x = torch.randn(2, 3, 32)
     results = []

@@ -2,13 +2,15 @@
 
     python tools/hub.py OUT [--library _ops.so] [--repo OWNER/NAME] [--kernel-version N]
 
-OUT/build has one folder for each variant that the library serves: torch-stable-abi210-cpu-x86_64-linux, and with GPU
-kernels one such as torch-stable-abi210-cu130-x86_64-linux. `kernels.get_local_kernel(OUT)` loads it, and
-`kernels.get_kernel(REPO, version=N)` once OUT is uploaded. Layers for `kernels.kernelize` are in tools/hub_layers.py.
+OUT/build has one folder for each variant that the library serves: torch-stable-abi210-cpu-x86_64-linux, and
+with GPU kernels one such as torch-stable-abi210-cu130-x86_64-linux. `kernels.get_local_kernel(OUT)` loads it,
+and `kernels.get_kernel(REPO, version=N)` once OUT is the branch vN of REPO, a repository of type "kernel".
+Layers for `kernels.kernelize` are in tools/hub_layers.py.
 
-Without --library one is built whose operators have a namespace of their own, so that it and an installed fused_moe can
-be in one process: only the two files that name it are compiled anew. A library that is given keeps its namespace.
-The plugins of vLLM, SGLang, torchtitan and axolotl are left out: those projects find an installed package.
+Without --library one is built whose operators have a namespace of their own, so that it and an installed
+fused_moe can be in one process: beside the objects of `make build` only the two files that name it are
+compiled. A library that is given keeps its namespace. The plugins of vLLM, SGLang, torchtitan and axolotl are
+left out: those projects find an installed package.
 """
 
 import argparse
@@ -32,13 +34,29 @@ OLDEST_KERNELS = "0.17.0"  # the oldest that was tried
 SYSTEM = f"{platform.machine()}-{platform.system().lower()}"
 ARCHS = {"sm_80": "8.0", "compute_80": "8.0+PTX", "sm_90a": "9.0a"}  # setup.py's targets, by the hub's names
 
-# In another process: a library cannot be unloaded. Says which operators a library brings, and how it was built.
+# In another process: a library cannot be unloaded. Says which namespace it brings, and how it was built.
 LOOK = """
 import json, sys, torch
 before = set(torch._C._dispatch_get_all_op_names())
 torch.ops.load_library(sys.argv[1])
 (found,) = {name.split("::")[0] for name in set(torch._C._dispatch_get_all_op_names()) - before}
 print(json.dumps([found, json.loads(getattr(torch.ops, found).facts())["build"]]))
+"""
+
+BUILD_TOML = """# Written by tools/hub.py. fused_moe's setup.py compiled what is in build/.
+[general]
+edition = 5
+name = "{}"
+version = {}
+license = "{}"
+backends = {}
+
+[general.hub]
+repo-id = "{}"
+
+[torch]
+stable-abi = "{}"
+src = []
 """
 
 CARD = """---
@@ -60,8 +78,8 @@ scores, ids = fused_moe.route(logits, top_k=8)
 out = fused_moe.fused_experts(x, w1, w2, w3, scores, ids)
 ```
 
-Layers for `kernelize`: `MegaBlocksMoeMLP` computes transformers' gpt-oss blocks, `FusedMoEBlock` those of Mixtral,
-Qwen3-MoE and other models with a `gate` and `experts`. Both need transformers 5.7 or newer.
+Layers for `kernelize`: `MegaBlocksMoeMLP` computes transformers' gpt-oss blocks, `FusedMoEBlock` those of
+Mixtral, Qwen3-MoE and other models with a `gate` and `experts`. Both need transformers 5.7 or newer.
 """
 
 
@@ -85,7 +103,7 @@ def look_at(library: Path) -> tuple[str, dict[str, str]]:
 
 
 def backends_of(build: dict[str, str]) -> dict[str, dict]:
-    """{part of a variant's name: its backend in metadata.json}. A library with GPU kernels has those of the CPU."""
+    """{part of a variant's name: its backend in metadata.json}. Every library has the CPU's kernels."""
     backends = {"cpu": {"type": "cpu"}}
     targets = [] if build["gpu_targets"] == "none" else build["gpu_targets"].split()
     if targets:
@@ -95,7 +113,7 @@ def backends_of(build: dict[str, str]) -> dict[str, dict]:
 
 
 def copy_package(folder: Path, namespace: str) -> None:
-    """The Python files, without plugins. The loader gives the package another name, so no file may import fused_moe."""
+    """The Python files, without plugins. The loader names the package, so no file may import fused_moe."""
     for path in sorted(PACKAGE.rglob("*.py")):
         inside = path.relative_to(PACKAGE)
         if inside.parts[0] in PLUGINS:
@@ -117,7 +135,7 @@ def copy_package(folder: Path, namespace: str) -> None:
 
 
 def digest(folder: Path) -> str:
-    """Seven hexadecimal digits for what a variant holds: each has a name of its own among Python's modules."""
+    """Seven hexadecimal digits for what a variant holds: each has its own name among Python's modules."""
     sha = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sha.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
@@ -150,13 +168,9 @@ def write(out: Path, library: Path, repo: str, kernel_version: int) -> list[Path
         }
         (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
         variants.append(folder)
-    kinds = json.dumps([backend["type"] for backend in backends.values()])
-    lines = [
-        "# Written by tools/hub.py. What is in build/ was compiled by fused_moe's setup.py, not by kernel-builder.",
-        f'[general]\nedition = 5\nname = "{NAME}"\nversion = {kernel_version}\nlicense = "{LICENSE}"\nbackends = {kinds}',
-        f'\n[general.hub]\nrepo-id = "{repo}"\n\n[torch]\nstable-abi = "{build["abi_target"]}"\nsrc = []',
-    ]
-    (out / "build.toml").write_text("\n".join(lines) + "\n")
+    kinds = [backend["type"] for backend in backends.values()]
+    values = (NAME, kernel_version, LICENSE, json.dumps(kinds), repo, build["abi_target"])
+    (out / "build.toml").write_text(BUILD_TOML.format(*values))
     (out / "README.md").write_text(CARD.format(url=url, repo=repo, version=kernel_version))
     shutil.copy(ROOT / "LICENSE", out)
     return variants

@@ -1,7 +1,7 @@
-"""Layers for kernels.kernelize: their forward takes the place of a transformers block's, whose parameters it reads.
+"""Layers for kernels.kernelize: their forward takes the place of that of a block of transformers.
 
-tools/hub.py writes this file as `layers.py` of a kernel. A layer here has no state and no other method: its `self` is
-the block. Router and experts stay modules of the block, so hooks and recordings of router logits see what they did.
+tools/hub.py writes this file as `layers.py` of a kernel. A layer here has no state and no other method: its
+`self` is the block. The router is called as a module, so its hooks, and recordings of its logits, still work.
 """
 
 from __future__ import annotations
