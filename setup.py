@@ -190,8 +190,9 @@ def objects_in_graph() -> Path:
 def torch_in_graph(torch: Path) -> Path:
     """A link to PyTorch's folder in that of the objects: an environment in the checkout moves with it."""
     link = objects_in_graph() / "torch"
-    link.unlink(missing_ok=True)
-    link.symlink_to(torch, target_is_directory=True)
+    if not (link.is_symlink() and link.readlink() == torch):
+        link.unlink(missing_ok=True)
+        link.symlink_to(torch, target_is_directory=True)
     return link
 
 

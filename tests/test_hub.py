@@ -43,7 +43,7 @@ def variants(repository: Path) -> list[Path]:
 
 
 def in_a_kernel(repository: Path, code: str, *packages: str) -> None:
-    """Runs code in a process that has loaded the CPU's variant as `kernel`, also in a CUDA build of PyTorch."""
+    """Runs code in a process that has loaded the CPU's variant as `kernel`, whatever PyTorch's build."""
     for package in ("kernels", *packages):
         pytest.importorskip(package)
     head = f"""
