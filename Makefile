@@ -77,12 +77,13 @@ lint: dev
 	$(schema).citation-file-format CITATION.cff
 	$(bin)/zizmor --offline --quiet .github
 
-# The sdist keeps its files' times, so that the wheel is linked from the objects of `make build`. auditwheel gives it
-# the tag of the oldest glibc that it runs on; PyTorch's libraries are found by name and stay outside.
+# The sdist keeps its files' times, so that the wheel is linked from the objects of `make build`. auditwheel checks
+# that it runs on glibc 2.28, PyTorch's oldest, and names it so; PyTorch's libraries are found by name and stay outside.
 wheel: dev
 	rm -rf dist
 	FUSED_MOE_OBJECTS=$(CURDIR)/build/objects FUSED_MOE_MANYLINUX=1 $(python) -m build --no-isolation
-	PATH=$(abspath $(VENV))/bin:$$PATH auditwheel repair --only-plat --exclude 'libtorch*.so' --wheel-dir dist dist/*.whl
+	PATH=$(abspath $(VENV))/bin:$$PATH auditwheel repair --plat manylinux_2_28_$$(uname -m) --only-plat \
+		--exclude 'libtorch*.so' --wheel-dir dist dist/*.whl
 	rm dist/*-linux_*.whl
 
 clean:
