@@ -129,6 +129,15 @@ def nvcc_flags(of_release: tuple[int, ...]) -> list[str]:
     return ["-std=c++17", "-O3", "-Icsrc", *compress, *werror, *debug, *host]
 
 
+def require_compilers() -> None:
+    """Raises, and names the package, where CC or CXX is no program."""
+    if missing := [compiler[0] for compiler in (CC, CXX) if not shutil.which(compiler[0])]:
+        raise SystemExit(
+            f"fused_moe is compiled by a C and a C++20 compiler, found no {' and no '.join(missing)}. "
+            "On Debian and Ubuntu: apt install g++; or set CC and CXX."
+        )
+
+
 def find_torch() -> tuple[Path, str]:
     """The folder and version of a PyTorch to compile against, without importing it.
 
@@ -273,6 +282,7 @@ class Build(build_ext):
         return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
 
     def build_extensions(self) -> None:
+        require_compilers()
         found, torch_version = find_torch()
         torch = torch_in_graph(found)
         nvcc, release_or_reason = find_nvcc()

@@ -37,8 +37,10 @@ def tell(text: str) -> None:
 
 
 def torch_to_ask_for() -> list[str]:
+    setup = runpy.run_path("setup.py")
+    setup["require_compilers"]()  # before the download
     try:
-        runpy.run_path("setup.py")["find_torch"]()
+        setup["find_torch"]()
     except SystemExit:
         pass
     else:
