@@ -38,14 +38,14 @@ OPTIONAL = {*PLAIN, type(None)}
 class Path(Enum):
     """What computes the routed experts of a call; a value names the operators."""
 
-    ROUTED = "experts: the router and both sides, and no gradient"
-    ROUTED_NODE = "experts: the router and both sides, as one autograd node"
+    ROUTED = "experts: router, up and down projections in one operator, without gradients"
+    ROUTED_NODE = "experts: router, up and down projections as one autograd node"
     ROUTED_UP = "router and experts_up as one autograd node, then experts_down"
-    EXPERTS = "experts: both sides, and no gradient"
+    EXPERTS = "experts: up and down projections in one operator, without gradients"
     UP_DOWN = "experts_up, then experts_down"
     FP8 = "fp8_up, then fp8_down"
     EIGHT_BIT = "experts, by 8 bits, or by values where 8 bits do not pay or run"
-    QUANTIZED = "experts of quantised weights: both sides, and no gradient"
+    QUANTIZED = "experts of quantised weights: up and down projections in one operator, without gradients"
     COMPOSED = "permute, one GEMM after the other, unpermute"
     OTHER = "a forward that is not fused_moe's"
 
@@ -208,7 +208,7 @@ def operands_to_join(layer: MoELayer, x: Tensor) -> Operands | str:
     if reason := why_transformed():
         return reason
     if torch.is_grad_enabled() and not x.requires_grad:
-        return "x requires no gradient, so there are no two to add"
+        return "x requires no gradient, so fusing them saves no addition of two gradients"
     if layer.latent_down is not None:
         return "the experts have a width of their own"
     modules = layer._modules  # an attribute takes ten times as long
@@ -360,7 +360,7 @@ def path(layer: MoELayer, x: Tensor) -> Choice:
         >>> moe = fused_moe.FusedMoE(8, 16, num_experts=4, top_k=2)
         >>> with torch.no_grad():
         ...     print(fused_moe.path(moe, torch.randn(5, 8)))
-        experts: the router and both sides, and no gradient
+        experts: router, up and down projections in one operator, without gradients
     """
     fn = "path"
     if not isinstance(layer, MoELayer):

@@ -268,7 +268,7 @@ def test_selective_checkpoints(device):
 
 def test_an_input_without_gradient(device):
     layer, x = make(device)
-    joined = "x requires no gradient, so there are no two to add"
+    joined = "x requires no gradient, so fusing them saves no addition of two gradients"
     assert path(layer, x.detach()) == (Path.UP_DOWN, (APART + joined, GRADIENT))
     layer.requires_grad_(False)
     assert path(layer, x.detach()) == (Path.EXPERTS, (APART + joined,))
@@ -296,7 +296,7 @@ def test_it_prints(device):
     with torch.no_grad():
         lines = str(fused_moe.path(layer, x)).splitlines()
     assert lines == [
-        "experts: both sides, and no gradient",
+        "experts: up and down projections in one operator, without gradients",
         f"  {APART}layer.experts has hooks",
         f"  {AFTER}layer.experts has hooks",
     ]
