@@ -60,7 +60,8 @@ def write_stand_ins(folder: Path, compiler: list[str]) -> list[str]:
             name for name, symbol in offered["libc.so.6"].items() if symbol.moved and re.match(names, name)
         ]
         offered[soname] = {name: offered["libc.so.6"].pop(name) for name in moved}
-    arguments = []
+    # Kept although only an archive that comes later, libcudart_static, needs some of them.
+    arguments = ["-Wl,--no-as-needed"]
     for soname, symbols in offered.items():
         code, path = folder / f"{soname}.s", folder / soname
         lines = [
