@@ -40,6 +40,10 @@ plan, offs = made.tensors, made.offsets[1:]
 silu, softmax = (0, 0, [1.702, 7.0]), (0, False, 1.0, 1e-20)
 rows = ops.permute(x, plan)
 h, a = ops.up_gate(x, w1, w3, None, None, plan, *silu)
+gate, routing, of_router = torch.randn(E, D), [K, 0, 0, 0, 0, 0], (0, 0, [1.702, 7.0, 1.0, 1e-20])
+weights = [w1], [w3], [w2]
+kept = ops.experts(x, *weights, None, None, *of_router, gate, routing=routing, keeps=True)[2]
+ids_of_x, logits_of_x, scores_of_x, h_of_x, packed = kept
 x8, v1, v2, v3 = torch.randn(T, 128), *torch.randn(3, E, 128, 128)
 codes = fused_moe.quantize(v1, "int8")
 up8, down8 = [*ops.fp8_weight(v1, v3, 0)], [*ops.fp8_weight(v2, None, 3)]
@@ -182,12 +186,18 @@ OPERATORS = {
         "ops.experts_down(a, h, w2, None, scores, plan, *silu)  # (5, 8)",
     ),
     "experts": Operator(
-        "The experts without gradients in one call, of given scores and ids, or with the router before them.",
+        "The experts in one call, behind the router or of given scores; keeps: with what backward reads.",
         "ops.experts(x, [w1], [w3], [w2], scores, ids, *silu)  # (5, 8), (3,), []",
     ),
     "experts_out": Operator(
         "experts that writes its result into a given tensor, and returns counts, ids and logits.",
         "ops.experts_out(torch.empty(T, D), x, [w1], [w3], [w2], scores, ids, *silu)  # (3,), (0,), (0,)",
+    ),
+    "experts_backward": Operator(
+        "The gradients of experts with keeps: of x and logits, and those asked for of all others.",
+        "ops.experts_backward(x, x, w1, w3, w2, gate, h_of_x, scores_of_x, logits_of_x, [packed, ids_of_x], "
+        "*of_router, routing, [1, 1, 1, 0, 0, 0, 0])"
+        "  # [(5, 8), (5, 3), (3, 16, 8), (3, 16, 8), (3, 8, 16)]",
     ),
     "experts_up_backward": Operator(
         "The gradients of experts_up from that of h; dx may include the router's.",
