@@ -138,9 +138,9 @@ class _Routed(torch.autograd.Function):
             layout, activation, constants = ctx.settings
             main1, main3, main2 = main_grads or (None, None, None)
             if main_grads is not None:
-                places = zip(_WEIGHTS, main_grads, strict=True)
-                asked = {name: place for (name, place), grad in places if grad is not None}
-                need = less_unasked(ctx, need, **asked)
+                places = {"w1": 1, "w3": 2, "w2": 2 if w3 is None else 3}  # among the tensors of the inputs
+                accumulate = [n for n, grad in zip(places, main_grads, strict=True) if grad is not None]
+                need = less_unasked(ctx, need, **{name: places[name] for name in accumulate})
             (w2,) = widths.restored(ctx, w2, first=2)
             how = (layout, activation, constants[:2], True, need.w2, need.b2, True)
             dh, dw2, db2, dscores = down_gradients((dout, h, w2, b2, scores, plan, *how), main2)
@@ -165,7 +165,6 @@ class _Routed(torch.autograd.Function):
 # is freed between the backward operators of both sides.
 MOST_BYTES = 32 << 20
 _BACKWARD = ops.experts_backward.default
-_WEIGHTS = (("w1", 1), ("w3", 2), ("w2", 3))  # and their places among the inputs
 # Function.apply itself takes more time: it looks for what torch.func needs.
 _apply = super(torch.autograd.Function, _Routed).apply
 

@@ -191,6 +191,23 @@ def test_frozen_parameters(device, frozen):
     assert "fused_moe::router_dgrad" not in names  # experts_up_backward adds it
 
 
+@pytest.mark.parametrize("asked", ("experts.w1", "experts.w2", "router.gate.weight"))
+@pytest.mark.parametrize("gated", (True, False))
+def test_main_grads_of_what_is_asked_for(device, gated, asked):
+    """backward(inputs=[w]), by which pipelines split backward, adds to w's main_grad alone."""
+    layer, x = make(device, F32, gated=gated, activation="silu" if gated else "relu2")
+    expected = gradients(layer, x, ("out",))[asked]
+    weights = {n: p for n, p in layer.named_parameters() if n.startswith("experts.")}
+    for p in weights.values():
+        p.main_grad = torch.zeros_like(p)
+    out = layer(x)
+    assert is_joined(out)
+    out.square().mean().backward(inputs=[layer.get_parameter(asked)])
+    assert {n for n, p in weights.items() if p.main_grad.any()} == {asked} & weights.keys()
+    found = weights[asked].main_grad if asked in weights else layer.get_parameter(asked).grad
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("keep", (False, True))
 def test_h_is_freed_within_backward(device, keep, monkeypatch):
     """h, the largest saved tensor, is freed once the down side has read it, unless the graph is kept."""
