@@ -187,6 +187,8 @@ def objects_in_graph() -> Path:
     own, has its absolute path.
     """
     folder = Path("build/objects")
+    if folder.is_symlink() and not folder.exists():  # the other folder has been removed
+        folder.unlink()
     OBJECTS.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink() and folder.resolve() != OBJECTS.resolve():
         folder.unlink()

@@ -107,6 +107,16 @@ def test_a_checkout_with_objects_of_its_own_keeps_them(build, project, monkeypat
     assert "one.c" not in project()
 
 
+def test_a_link_to_objects_that_are_gone_is_replaced(build, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build, "OBJECTS", tmp_path / "others")
+    assert build.objects_in_graph().is_symlink()
+    (tmp_path / "others").rmdir()
+    monkeypatch.setattr(build, "OBJECTS", Path("build/objects"))
+    assert build.objects_in_graph() == Path("build/objects")
+    assert Path("build/objects").is_dir() and not Path("build/objects").is_symlink()
+
+
 def test_a_library_of_the_checkout_has_a_relative_path(build, monkeypatch, tmp_path):
     """And PyTorch's folder is a link, so an environment in the checkout can move with it."""
     from setuptools import Distribution

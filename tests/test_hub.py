@@ -78,6 +78,20 @@ def test_a_variant_for_each_backend(repository):
     assert hub.backends_of({"gpu_targets": "none", "nvcc": "none"}) == {"cpu": {"type": "cpu"}}
 
 
+def test_other_folders_stay(repository, tmp_path):
+    """A repository is written again; a `build` of something else is not removed, nor the checkout's."""
+    program = [sys.executable, ROOT / "tools" / "hub.py"]
+    again = shutil.copytree(repository, tmp_path / "again")
+    (again / "build" / "older").mkdir()
+    subprocess.run([*program, again, "--library", LIBRARY], check=True)
+    assert [path.name for path in variants(again)] == [path.name for path in variants(repository)]
+    (again / "build.toml").unlink()
+    for out in (again, ROOT):
+        run = subprocess.run([*program, out, "--library", LIBRARY], capture_output=True, text=True)
+        assert run.returncode and "tools/hub.py: expected" in run.stderr
+    assert variants(again)
+
+
 def test_a_variant_holds_what_its_files_import(repository):
     """Every relative import, also those of functions, is of a file that is there."""
     for variant in variants(repository):

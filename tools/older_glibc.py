@@ -73,7 +73,7 @@ def write_stand_ins(folder: Path, compiler: list[str]) -> list[str]:
         versions = sorted({symbol.version for symbol in symbols.values()})
         names = {v: "; ".join(n for n, symbol in symbols.items() if symbol.version == v) for v in versions}
         script.write_text("".join(f"{version} {{ {names[version]}; }};\n" for version in versions))
-        link = ["-shared", "-nostdlib", f"-Wl,-soname,{soname}", f"-Wl,--version-script={script}"]
+        link = ["-shared", "-nostdlib", f"-Wl,-soname,{soname}", "-Xlinker", f"--version-script={script}"]
         subprocess.check_call([*compiler, *link, str(code), "-o", str(path)])
         arguments.append(str(path))
     return arguments
