@@ -119,16 +119,17 @@ def test_the_hub_reads_the_layout(repository):
         assert parse_variant(name).variant_str == name
 
 
-def test_a_namespace_of_its_own(build_flags=("-std=c++20", "-E", "-P", "-DFUSED_MOE_NAMESPACE=another")):
+def test_a_namespace_of_its_own():
     """The macro reaches every registration, and the copy of the Python files is given the same name."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("needs a C++ compiler")
+    flags = ["-std=c++20", "-E", "-P", "-DFUSED_MOE_NAMESPACE=another"]
     includes = [f"-I{ROOT}/csrc", f"-isystem{Path(torch.__file__).parent}/include"]
     macros = ["-DTORCH_TARGET_VERSION=0x020a000000000000ULL", "-DTORCH_STABLE_ONLY", "-DFUSED_MOE_WITH_CUDA"]
     for name, registrations in (("library.cpp", 4), ("planners.cpp", 2)):
         source = ROOT / "csrc" / "torch" / name
-        code = subprocess.check_output([compiler, *build_flags, *macros, *includes, source], text=True)
+        code = subprocess.check_output([compiler, *flags, *macros, *includes, source], text=True)
         assert code.count('"another"') == registrations and '"fused_moe"' not in code
 
 

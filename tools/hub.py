@@ -150,8 +150,6 @@ def write(out: Path, library: Path, repo: str, kernel_version: int) -> list[Path
     url = re.search(r'^Homepage = "(.*)"', project, re.MULTILINE)[1]
     variants = []
     if (out / "build").exists():
-        if not (out / "build.toml").exists():
-            raise SystemExit(f"tools/hub.py: expected a repository that it wrote, found another {out}/build")
         shutil.rmtree(out / "build")
     for name, backend in backends.items():
         abi = build["abi_target"].replace(".", "")
@@ -191,6 +189,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.out.resolve() == ROOT:
         raise SystemExit("tools/hub.py: expected OUT to be another folder than the checkout")
+    if (args.out / "build").exists() and not (args.out / "build.toml").exists():
+        raise SystemExit(f"tools/hub.py: expected {args.out}/build of an earlier run, found another")
     version = re.search(r'^__version__ = "(.*)"', (PACKAGE / "version.py").read_text(), re.MULTILINE)[1]
     library = args.library or build_library(version)
     for variant in write(args.out, library.resolve(), args.repo, args.kernel_version):
