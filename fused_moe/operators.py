@@ -6,12 +6,14 @@ alone, so a graph may call them by name. `ops.py` has their gradients and their 
 Letters: T tokens, D model width, F expert hidden width, E experts, K experts per token, R rows of (token,
 slot) pairs, H the width of h: 2F with a gate, else F. In all operators
 
-    plan        is the list `Plan.tensors`
+    plan        is the list `Plan.tensors`; of experts_backward [packed, ids], results of experts with keeps
     layout      0 separate w1 and w3, 1 w1 in halves, 2 w1 interleaved, 3 no gate
     activation  the number of a name in `fused_moe.activation.ACTIVATIONS`
-    constants   the activation's [alpha, limit]
+    constants   the activation's [alpha, limit]; of experts beside a gate also route_scale and route_norm_eps
+    routing     [top_k, score_func, route_norm, num_expert_groups, num_limited_groups, group_score]
     score_func  0 softmax, 1 sigmoid, 2 sqrtsoftplus
     need_*      whether that gradient is computed; one that is not is an empty tensor
+    needs       the same for dw1, dw3, dw2, db1, db3, db2 and dscores of experts_backward; others are left out
 """
 
 from __future__ import annotations
