@@ -378,6 +378,7 @@ CPU = listed({
   ("fused_moe/routed.py", "tests/test_routed.py"): [
     ("dx without the router's part", "(main1, main3), *rounded) dw1", "(main1, main3))\n            dw1"),
     ("a large h is kept", "ctx.maybe_clear_saved_tensors()", "pass"),
+    ("w2's edge is the third of any layer", "2 if w3 is None else 3", "3"),
     ("dlogits of a loss are left out", "if dlogits is None and main_grads", "if main_grads")],
   ("fused_moe/paths.py", "tests/test_routed.py"): [
     ("the router's hooks are passed over",
