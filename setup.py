@@ -16,6 +16,7 @@ FUSED_MOE_NAMESPACE, of the operators in a library for tools/hub.py; FUSED_MOE_T
 progress, too.
 """
 
+import contextlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -211,19 +212,23 @@ def show_progress(ninja: list[str]) -> int:
     """Runs ninja and returns its exit status. pip hides what a build prints; a line every few seconds goes to
     the file FUSED_MOE_TERMINAL, which tools/build_backend.py sets."""
     try:
-        terminal = open(os.environ.get("FUSED_MOE_TERMINAL", ""), "w")  # noqa: SIM115
+        terminal = open(os.environ.get("FUSED_MOE_TERMINAL", ""), "wb", buffering=0)  # noqa: SIM115
     except OSError:
         return subprocess.run(ninja).returncode
+
+    def show(text: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal may be closed meanwhile
+            terminal.write(text.encode())
+
     with terminal, subprocess.Popen(ninja, stdout=subprocess.PIPE, text=True) as process:
         shown = 0.0
         for line in process.stdout:
             sys.stdout.write(line)
             if line.startswith("[") and time.monotonic() - shown > 5:
                 shown = time.monotonic()
-                terminal.write(f"\nfused_moe: {line.rstrip()}")
-                terminal.flush()
+                show(f"\nfused_moe: {line.rstrip()}")
         if shown:
-            terminal.write("\n")
+            show("\n")
     return process.returncode
 
 

@@ -139,6 +139,9 @@ def test_progress_reaches_the_terminal(project, monkeypatch, tmp_path, capfd):
     assert (tmp_path / "terminal").read_text().startswith("\nfused_moe: [1/3] compile ")
     assert project() == []
     assert (tmp_path / "terminal").read_text() == ""
+    Path("a header.h").touch()
+    monkeypatch.setenv("FUSED_MOE_TERMINAL", "/dev/full")  # whose writes fail, as those to a closed terminal
+    assert project() == ["both.so", "one.c"]
     Path("one.c").write_text("int one(void) { return }\n")
     with pytest.raises(SystemExit, match="the build failed"):
         project()

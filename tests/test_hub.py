@@ -165,6 +165,15 @@ layer(x).sum().backward()
     )
 
 
+def test_shared_experts_are_refused():
+    """They would be left out."""
+    block = torch.nn.Module()
+    block.shared_expert = torch.nn.Linear(8, 8)
+    layers = load(ROOT / "tools" / "hub_layers.py")
+    with pytest.raises(ValueError, match="expected no shared experts, found Module"):
+        layers.FusedMoEBlock.forward(block, torch.randn(1, 2, 8))
+
+
 def test_layers(repository):
     """Blocks of gpt-oss, Mixtral and Qwen3-MoE, as kernelize changes them and as they are."""
     in_a_kernel(

@@ -29,6 +29,9 @@ class FusedMoEBlock(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        shared = getattr(self, "shared_expert", None), getattr(self, "shared_experts", None)
+        if shared != (None, None):
+            raise ValueError(f"FusedMoEBlock: expected no shared experts, found {type(self).__name__}")
         from .transformers.experts import experts_forward
 
         x = hidden_states.reshape(-1, hidden_states.size(-1))
