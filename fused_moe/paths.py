@@ -29,6 +29,7 @@ from .finding import MoELayer
 from .ops import is_recording
 from .widths import are_padded
 
+_top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 FN = "FusedMoE"  # as its messages begin
 PLAIN = (Tensor, nn.Parameter)
 TRACED = (*PLAIN, FakeTensor, FunctionalTensor)  # with what stands for them while shapes or graphs are traced
@@ -240,9 +241,12 @@ POLICY = "a selective checkpoint's policy names operators"
 
 
 def has_policy() -> bool:
-    """Whether a selective checkpoint runs, in forward or while it runs forward again. Its policy may name the
-    experts' operators, and it caches their results. Other modes see the operators that a call has without
-    them: full checkpointing may run forward again without a mode, and expects the same saved tensors."""
+    """Whether a selective checkpoint may run, in forward or while it runs forward again. Its policy may name
+    the experts' operators, and it caches their results. Inside of it a plain checkpoint runs forward again
+    without a mode, and expects the same saved tensors: so this is True under every checkpoint with hooks."""
+    hooks = _top_saved_tensors_hooks(True)
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        return True
     if not torch._C._len_torch_dispatch_stack():
         return False
     return any(

@@ -215,7 +215,9 @@ print(*sorted(set(sys.modules) - before))
     run = run_python(code)
     own = "activation adapters balance checks clipping composed counting expert_bias finding flops"
     own += " fp8 fp8_shares fp8_training function gate info"
-    own += " kept_dtypes load_text lora losses main_grad module oldest ops overlap padding paths plan"
+    own += (
+        " kept_dtypes load_text lora losses main_grad module namespace oldest ops overlap padding paths plan"
+    )
     own += " quantized"
     parts = "computing copies formats loaders quantizing refreshing sharding smoothing state tiles weight"
     own += "".join(f" quantized.{name}" for name in parts.split())

@@ -9,7 +9,7 @@ from test_routed import PassFunctions, is_joined, nodes
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fused_moe
 from fused_moe import FusedMoE, add_lora, enable_fp8, fused_experts, quantize, set_lora
@@ -514,3 +514,22 @@ def test_patches_of_compiled_experts(device, monkeypatch, mode, patch):
 @pytest.mark.parametrize("part", [part for part in PARTS if part != "experts"])
 def test_patches_of_compiled_layers(device, monkeypatch, part):
     check(device, monkeypatch, "compiled, decode", part, on_the_class)
+
+
+def test_a_checkpoint_inside_a_selective_one(device):
+    """The inner one runs forward again without the outer one's mode, and finds the same saved tensors."""
+    layer, x = FusedMoE(16, 8, 4, 2, device=device), torch.randn(6, 16, device=device, requires_grad=True)
+    save = torch.ops.fused_moe.experts_down.default
+
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op is save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def inner(x):
+        return checkpoint(layer, x, use_reentrant=False)
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    found = checkpoint(inner, x, use_reentrant=False, context_fn=contexts)
+    found.sum().backward()
+    dx = x.grad
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    assert torch.equal(dx, expected)

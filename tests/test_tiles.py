@@ -979,9 +979,7 @@ def test_shapes_of_results(cpu, format):
     with FlopCounterMode(display=False) as counter:
         formats = [w[3] for w in (w1, w3, w2)]
         weights = ([t for t in w[:3] if t is not None] for w in (w1, w3, w2))
-        out, counts, _ = torch.ops.fused_moe.experts(
-            x, *weights, scores, ids, *settings, *[None] * 6, False, formats
-        )
+        out, counts, _ = torch.ops.fused_moe.experts(x, *weights, scores, ids, *settings, formats=formats)
     assert out.shape == (T, D) and counts.shape == (E,)
     assert counter.get_total_flops() == 6 * T * K * D * F
 

@@ -494,7 +494,7 @@ def safetensors(case):
     case.check_bits(case.train(layer=layer))
     layer = case.kind.make(1, device="meta")
     layer.load_state_dict(state, assign=True)
-    case.check_bits(case.train(layer=layer))
+    case.check(case.train(layer=layer))  # a file's tensors begin anywhere, and MKL's sums depend on that
 
 
 @wrapper(
