@@ -44,7 +44,7 @@
 /* The last arguments: rows that are added to the experts' sum. */
 #define SHARED ", Tensor? shared=None, Tensor? shared_gate=None"
 
-/* The experts without gradients. A weight is [w]; with formats, which are those of w1, w3 and w2, it is
+/* Both sides of the experts. A weight is [w]; with formats, which are those of w1, w3 and w2, it is
  * [data, scale], with zero behind them where it has zero points; [] stands for no w3. With eight_bits GEMMs
  * multiply 8 bits by 8 bits, of rows whose scales are powers of two if power_of_two is set; behind the scale
  * comes what the rows are divided by. Scores and ids are given; or the router's gate is, and then scores are

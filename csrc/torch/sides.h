@@ -1,4 +1,4 @@
-/* What both sides of the experts are made of. Training runs them as two operators, inference as one. */
+/* What both sides of the experts are made of. A call runs them as one operator, or each side as its own. */
 #ifndef FUSED_MOE_TORCH_SIDES_H
 #define FUSED_MOE_TORCH_SIDES_H
 
