@@ -5,6 +5,7 @@
 # make build    builds the package in place             DEBUG=1, FUSED_MOE_ARCHS=sm_90a
 # make docs     builds the documentation's site in build/docs; needs Python 3.11
 # make format   formats the code; make lint checks that, and .github
+# make types    checks the package's types with mypy
 # make wheel    builds dist/*.tar.gz, and dist/*.whl from it
 # make clean    removes build outputs; remove .venv, too, to start from scratch
 #
@@ -77,6 +78,10 @@ lint: dev
 	$(schema).citation-file-format CITATION.cff
 	$(bin)/zizmor --offline --quiet .github
 
+# mypy reads PyTorch's types. CI runs `lint` where there is no PyTorch, so this is a target of its own.
+types: dev
+	$(python) -m mypy
+
 # The sdist keeps its files' times, so that the wheel is linked from the objects of `make build`. auditwheel checks
 # that it runs on glibc 2.28, PyTorch's oldest, and names it so; PyTorch's libraries are found by name and stay outside.
 wheel: dev
@@ -96,4 +101,4 @@ setup:
 dev: setup
 	@sh tools/setup.sh "$(VENV)" dev
 
-.PHONY: build train test fuzz sanitize docs format lint wheel clean setup dev
+.PHONY: build train test fuzz sanitize docs format lint types wheel clean setup dev

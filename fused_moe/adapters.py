@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from .lora import DEFAULT, Adapters, LoRA, TakesLoRA, child_of, joined, warn_of_
 from .quantized.quantizing import requantize
 from .quantized.sharding import is_sharded, sharded_like
 from .quantized.weight import QuantizedWeight, check_weight
+
+if TYPE_CHECKING:
+    from .module import Experts
 
 WEIGHTS = ("w1", "w2", "w3")
 F64 = torch.float64
@@ -209,7 +213,7 @@ def merge_lora(
         if chosen := loras[place]:
             lora = joined([_wide(lora) for lora in chosen.values()])
             for name, (a, b) in zip(WEIGHTS, lora.pairs, strict=True):
-                if a is not None:
+                if a is not None and b is not None:
                     _merge(getattr(layer, name), _local(a), _local(b), lora.scale)
             _remove(layer, chosen)
     _thaw_routers(module)
@@ -279,7 +283,7 @@ def lora_state_dict(module: nn.Module, name: str = DEFAULT, *, full: bool = Fals
     """
     fn = "lora_state_dict"
     check_bool(fn, "full", full)
-    found = {}
+    found: dict[str, Tensor] = {}
     for adapters, prefix in _named(fn, module, name):
         found |= adapters.state_dict(prefix=prefix)
     if any(t.is_meta for t in found.values()):
@@ -347,15 +351,15 @@ def load_lora_state_dict(
     if unscaled:
         warn_of_no_scale(fn, *unscaled[0])
     for adapters, prefix in places:
-        given = {key.removeprefix(prefix): t for key, t in state_dict.items() if key.startswith(prefix)}
-        adapters.load_state_dict({key: sharded_like(own[prefix + key], t) for key, t in given.items()})
+        named = {key.removeprefix(prefix): t for key, t in state_dict.items() if key.startswith(prefix)}
+        adapters.load_state_dict({key: sharded_like(own[prefix + key], t) for key, t in named.items()})
     return module
 
 
 # --- parts ------------------------------------------------------------------------------------------------
 
 
-def _adapted(fn: str, module: nn.Module) -> dict[str, TakesLoRA]:
+def _adapted(fn: str, module: nn.Module) -> dict[str, Experts]:
     """The experts of a module, some of which have to have adapters."""
     layers = experts_in(fn, module)
     if not any(layer.loras for layer in layers.values()):
@@ -427,10 +431,10 @@ def _reshard(*modules: nn.Module) -> None:
 
 def _check_merge(fn: str, place: str, layer: TakesLoRA, lora: LoRA, requantize: bool) -> None:
     for name, (a, b) in zip(WEIGHTS, lora.pairs, strict=True):
-        if a is None:
+        if a is None or b is None:
             continue
         w, name_of = getattr(layer, name), f"{place}.{name}" if place else name
-        tensors = (w, a, b)
+        tensors: tuple[Tensor, ...] = (w, a, b)
         if isinstance(w, QuantizedWeight):
             tensors = (*w.parameters(), a, b)
             if not requantize:
@@ -463,7 +467,8 @@ def _are_of_experts(tensors: tuple[Tensor, ...]) -> bool:
 
 def _wide(lora: LoRA) -> LoRA:
     """float64, which is rounded once, after all sums, and never multiplied as TF32 or by autocast."""
-    return LoRA(*(None if t is None else t.double() for t in lora.tensors), lora.scale)
+    a1, b1, a2, b2, a3, b3 = (None if t is None else t.double() for t in lora.tensors)
+    return LoRA(a1, b1, a2, b2, a3, b3, lora.scale)
 
 
 def _local(t: Tensor) -> Tensor:
@@ -472,9 +477,8 @@ def _local(t: Tensor) -> Tensor:
 
 def _merge(w: Tensor | QuantizedWeight, a: Tensor, b: Tensor, scale: float) -> None:
     """w[e] + scale * b[e] @ a[e] in w's memory, one expert at a time, as a delta of all would be large."""
-    is_quantized = isinstance(w, QuantizedWeight)
-    values = w.dequantize(torch.float32) if is_quantized else _local(w)
+    values = w.dequantize(torch.float32) if isinstance(w, QuantizedWeight) else _local(w)
     for e in range(values.size(0)):
         values[e] = torch.addmm(values[e].double(), b[e], a[e], alpha=scale)
-    if is_quantized:
+    if isinstance(w, QuantizedWeight):
         requantize(w, values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from .activation import ACTIVATIONS, CONSTANTS
 from .overlap import overlaps_itself, share_memory
 from .plan import Plan
 
+if TYPE_CHECKING:
+    Device = torch.device | str | int | None
+
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 IDS = (torch.int32, torch.int64)  # of experts
@@ -26,7 +30,7 @@ GIVEN_IDS = (*INTEGERS, torch.uint16)  # of a choice made before
 DEVICES = ("cpu", "meta", *(["cuda"] if _ops.HAS_CUDA_KERNELS else []))
 
 
-def fail(error: type[Exception], fn: str, expected: str, found) -> None:
+def fail(error: type[Exception], fn: str, expected: str, found: object) -> NoReturn:
     """Raises a failed check's error. A message formatted before would make sizes static in torch.compile."""
     if isinstance(found, Tensor):
         found = "Tensor"  # its values may be many, and on a GPU
@@ -50,7 +54,7 @@ def check_real(fn: str, name: str, value, finite: bool = True) -> None:
         isinstance(value, bool) or not isinstance(value, (Real, torch.SymInt, torch.SymFloat))
     ):
         fail(TypeError, fn, f"{name} to be a number", _described(value))
-    if not (-math.inf < value < math.inf if finite else value == value):
+    if not (-math.inf < value < math.inf if finite else value == value):  # type: ignore[operator]
         fail(ValueError, fn, f"{name} to be a finite number" if finite else f"{name} to be a number", value)
 
 
@@ -416,11 +420,11 @@ def check_out(fn: str, out, x: Tensor, shape: tuple, inputs: tuple) -> None:
         fail(ValueError, fn, "a contiguous out", f"strides {out.stride()}")
     if out.requires_grad and torch.is_grad_enabled():
         fail(ValueError, fn, "out that requires no gradient itself", "requires_grad=True")
-    inputs = [t for t in inputs if t is not None]
-    if not all(map(has_memory, (out, *inputs))):
+    given = [t for t in inputs if t is not None]
+    if not all(map(has_memory, (out, *given))):
         return
     storage = out.untyped_storage().data_ptr()
-    if any(t.untyped_storage().data_ptr() == storage and share_memory(out, t) for t in inputs):
+    if any(t.untyped_storage().data_ptr() == storage and share_memory(out, t) for t in given):
         fail(ValueError, fn, "out that shares no memory with another argument", "one that does")
 
 
@@ -513,7 +517,9 @@ def check_layout(fn: str, layout: str, score_on: str = "output") -> None:
     check_choice(fn, "score_on", score_on, ("input", "output"))
 
 
-def check_experts(fn: str, x_name: str, x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, transposed: bool):
+def check_experts(
+    fn: str, x_name: str, x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor | None, int]:
     """Checks the weights and returns w1 (E, H, D), w2 (E, D, F), w3 (E, F, D) as views, and the layout."""
     check_bool(fn, "transposed", transposed)
     packed = layout != "separate"
@@ -588,6 +594,7 @@ def _fail_shapes(fn: str, x_name: str, x: Tensor, stored, biases, packed: bool, 
 
     def check(name: str, E: int, F: int, D: int, advice: str = "") -> None:
         H = ("2F", 2 * F) if packed else ("F", F)
+        sides: tuple[tuple[str, int], ...]
         sides = {"w1": (H, ("D", D)), "w2": (("D", D), ("F", F)), "w3": (("F", F), ("D", D))}[name]
         if len(shapes[name]) == 4:
             sides = ("F", F), ("2", 2), ("D", D)

@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Iterable
 from types import GeneratorType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from .checks import check_bool, check_real, fail
 from .quantized.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 FN = "clip_grad_norm_"
 
@@ -125,7 +129,7 @@ def _reduced(p: Tensor, name: str) -> Tensor | None:
     return grad
 
 
-def _without_partial(p: Tensor, grad: Tensor) -> list:
+def _without_partial(p: Tensor, grad: DTensor) -> list:
     """The placements of the gradient, reduced to those of its parameter where it is a partial sum."""
     from torch.distributed.tensor import Replicate
 
@@ -161,7 +165,7 @@ def _total_norm(held: list, grads: list, shards: list, norm_type: float, foreach
     wire = device
     for p, grad, shard in zip(held, grads, shards, strict=True):
         owner = p if grad is None or not is_sharded(grad) else grad
-        names = ()
+        names: tuple[str, ...] = ()
         if is_sharded(owner) and owner.device_mesh.get_coordinate() is not None:
             mesh = owner.device_mesh
             found = [mesh.get_group(i) for i, x in enumerate(owner.placements) if not x.is_replicate()]
@@ -194,7 +198,7 @@ def _norm_of(shards: list, norm_type: float, foreach: bool | None, device: torch
         if foreach is False:
             found = [torch.linalg.vector_norm(shard, norm_type, dtype=wide) for shard in alike]
         else:
-            found = torch._foreach_norm(alike, norm_type, wide)
+            found = [*torch._foreach_norm(alike, norm_type, wide)]
         norms.append(torch.linalg.vector_norm(torch.stack(found).to(device, torch.float64), norm_type))
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 

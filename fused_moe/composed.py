@@ -12,6 +12,8 @@ that add zeros change none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,11 +41,13 @@ def experts(
     operators, `shared` are shared and shared_gate."""
     offsets = plan.offsets[1:]
     has_maps = plan.row_token is not None
-    pairs, scale = ((None, None),) * 3, 1.0
+    pairs: Sequence[tuple[Tensor | None, Tensor | None]] = ((None, None),) * 3
+    scale = 1.0
     if lora is not None:
         pairs, scale = pairs_of(lora), lora.scale
         if not is_autocast_enabled(x):  # which casts them itself
-            pairs = [[t if t is None else t.to(x.dtype) for t in pair] for pair in pairs]
+            dtype = x.dtype
+            pairs = [(a if a is None else a.to(dtype), b if b is None else b.to(dtype)) for a, b in pairs]
 
     def gemm(rows: Tensor, i: int) -> Tensor:
         return _gemm(rows, weights[i], biases[i], *pairs[i], scale, offsets)
@@ -108,8 +112,9 @@ def _low_rank(rows: Tensor, a: Tensor, b: Tensor, scale: float, offsets: Tensor)
     return run(ops.grouped_mm.default, low, b, offsets)
 
 
-def _scored(rows: Tensor, scores: Tensor, plan: Plan) -> Tensor:
+def _scored(rows: Tensor, scores: Tensor | None, plan: Plan) -> Tensor:
     """Each row times its score, rounded to rows' dtype."""
+    assert scores is not None and plan.row_slot is not None
     row_scores = scores.flatten()[plan.row_slot.clamp_min(0).long()].unsqueeze(-1)
     return (rows.to(scores.dtype) * row_scores).to(rows.dtype)
 

@@ -1,6 +1,7 @@
 """python -m fused_moe.convert IN OUT --to LAYOUT: a checkpoint's folder in another layout."""
 
 import argparse
+import logging
 import signal
 import sys
 
@@ -36,6 +37,8 @@ def main() -> None:
         name: getattr(args, name) for name in ("to", "config", "dequantize", "max_shard_size", "flavor")
     }
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("fused_moe").setLevel(logging.INFO)  # lines in place of a bar
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     try:
         convert(args.source, args.out, dtype=dtype, progress=not args.quiet, **options)

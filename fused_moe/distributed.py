@@ -29,6 +29,7 @@ Letters: T tokens of this rank, D model width, E experts in all, K experts per t
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -164,6 +165,7 @@ class ExpertParallel(ParallelStyle):
             checks.fail(ValueError, FN, "max_tokens with symmetric=True, and only with it", max_tokens)
         if symmetric:
             checks.check_int(FN, "max_tokens", max_tokens)
+            assert max_tokens is not None
             if max_tokens < 1:
                 checks.fail(ValueError, FN, "max_tokens >= 1", max_tokens)
         self.static, self.capacity, self.overflow, self.combine = static, capacity, overflow, combine
@@ -198,10 +200,10 @@ class ExpertParallel(ParallelStyle):
         experts.mesh, experts.memory = device_mesh, self._memory
         vars(experts).update(self._settings)
         experts.peers = None
-        if self.symmetric and module is not experts:  # else the first call tells K
-            experts.open_memory(module.top_k)
+        if self.symmetric and isinstance(module, FusedMoE):  # else the first call tells K
+            cast(ParallelExperts, experts).open_memory(module.top_k)
         experts.dropped_rows = torch.zeros((), dtype=torch.int64, device=experts.w1.device)
-        if module is not experts:
+        if isinstance(module, FusedMoE):
             prepare = partial(_sum_gradients, device_mesh)
             prepare(module)
             module._prepare_parameters = prepare
@@ -248,7 +250,9 @@ class ParallelExperts(Counting, Experts):
         _shard(adapters, self.mesh)
         super().take_lora(name, adapters)
 
-    def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(  # type: ignore[override]  # shared experts are added after it
+        self, x: Tensor, scores: Tensor, ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Takes this rank's x (T, D), scores and ids (T, K); returns out (T, D), counts (E,) of its slots."""
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # before the exchange
@@ -278,11 +282,13 @@ class ParallelExperts(Counting, Experts):
             if self.overflow == "drop":
                 ids = torch.where(buffer_of_slot[slots.token_row] < 0, -1, ids)
             sent = self._plan_of_ranks(ids)
+            assert sent.row_token is not None
             token_of_row = F.pad(sent.row_token, (0, 1), value=-1)
             token_of_buffer = token_of_row[row_of_buffer(sent, N, num_buffers)]
         else:
             sent = self._plan_of_ranks(ids)
             tokens, back = self._open_exact(x, ids, sent, slots)
+            assert tokens.send_splits and back.send_splits and back.receive_splits
             sent, slots = cut(sent, sum(tokens.send_splits)), cut(slots, sum(back.send_splits))
             num_received = sum(back.receive_splits)
         received_scores, received = self._receive_choice(scores, ids, tokens, token_of_buffer, sent)
@@ -305,9 +311,10 @@ class ParallelExperts(Counting, Experts):
             self._check_static(x, ids, plan.counts, capacity, capacity)
             plan = cut(plan, T * min(K, N))
             buffers = row_of_buffer(plan, N, capacity), buffer_of_row(plan, N, capacity)
-            exchange = Static(self.mesh.get_group(), *buffers)
+            exchange: Static | Exact = Static(self.mesh.get_group(), *buffers)
         else:
             exchange, of_slots = self._open_exact(x, ids, plan, slots)
+            assert exchange.send_splits and of_slots.receive_splits
             plan = cut(plan, sum(exchange.send_splits))
             if not self._is_quantised:
                 max_rows = max(sum(of_slots.receive_splits), 1)
@@ -322,10 +329,12 @@ class ParallelExperts(Counting, Experts):
 
     def open_memory(self, top_k: int) -> None:
         """Takes part in the memory of the layers of one style. A collective."""
-        rows = self.max_tokens
+        tokens = self.max_tokens
+        assert tokens is not None
+        rows = tokens
         if self.combine == "slot":
-            rows = self.capacity or self.max_tokens * top_k
-        sizes = (self.max_tokens, self.dim, top_k, self.mesh.size() * rows)
+            rows = self.capacity or rows * top_k
+        sizes = (tokens, self.dim, top_k, self.mesh.size() * rows)
         self.peers = self.memory.peers(self.mesh, self.w1.dtype, sizes)
 
     @_disable_dynamo
@@ -334,6 +343,7 @@ class ParallelExperts(Counting, Experts):
         if self.peers is None:
             self.open_memory(ids.size(1) if isinstance(ids, Tensor) and ids.dim() == 2 else 0)
         peers, num_experts = self.peers, self.num_experts
+        assert peers is not None
         peers.check(x, scores, ids)
         counts = function.route_plan(ids, num_experts).counts
         scores = scores.to(score_dtype(x))
@@ -341,7 +351,7 @@ class ParallelExperts(Counting, Experts):
         num_slots = exchange.check(waits=not self.static)
         max_rows, dropped = None, None
         if not self.static:
-            max_rows = max(num_slots, 1)
+            max_rows = max(cast(int, num_slots), 1)
         elif self.capacity is not None:
             max_rows = peers.num_ranks * self.capacity
             if self.overflow == "drop":
@@ -433,9 +443,12 @@ class ParallelExperts(Counting, Experts):
         if settings["lora"] is not None:  # beside adapters the weights are frozen
             settings["lora"] = LoRA(*map(_local, settings["lora"]))
             main_grads = (None, None, None)
+        w1, w2, w3 = map(_local_weight, self.weights, main_grads)
         return function.fused_experts(
             rows,
-            *map(_local_weight, self.weights, main_grads),
+            w1,
+            w2,
+            w3,
             scores,
             ids,
             max_rows=max_rows,
@@ -458,7 +471,7 @@ def _of_ranks(counts: Tensor, num_ranks: int) -> Tensor:
 
 def _described(module: nn.Module, experts: nn.Module) -> dict[str, object]:
     """What the layers of all ranks have to have in common, by name, as what can be pickled."""
-    described = {"experts": type(experts).__name__}
+    described: dict[str, object] = {"experts": type(experts).__name__}
     for name in ("num_experts", "dim", "hidden_dim", "activation", "alpha", "limit"):
         described[name] = getattr(experts, name, None)
     described["top_k"] = getattr(getattr(module, "router", None), "top_k", None)
@@ -474,7 +487,7 @@ def _described(module: nn.Module, experts: nn.Module) -> dict[str, object]:
 
 def _check_same(described: dict[str, object], group) -> None:
     """Raises on all ranks if any two differ."""
-    ranks = [None] * group.size()
+    ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(ranks, described, group)
     for rank, other in enumerate(ranks):
         for name in described | other:
@@ -516,9 +529,9 @@ def _shard(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None = 0) -
         tensor = p.detach()
         if isinstance(module, QuantizedWeight):  # gloo sends bytes, and no float8
             tensor = tensor.view(torch.uint8)
-        shards = distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=src_data_rank)
+        shards: Tensor = distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=src_data_rank)
         if isinstance(module, QuantizedWeight):
-            shards = sharding.like(shards, shards.to_local().view(p.dtype), p.shape)
+            shards = sharding.like(shards, sharding.local_of(shards, p.dtype), p.shape)
         setattr(module, name, nn.Parameter(shards, requires_grad=p.requires_grad))
 
 

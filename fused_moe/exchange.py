@@ -124,6 +124,7 @@ def row_of_buffer(plan: Plan, num_ranks: int, capacity: int) -> Tensor:
 
 def buffer_of_row(plan: Plan, num_ranks: int, capacity: int) -> Tensor:
     """(R,): the buffer row of each of the plan's rows, -1 where it is not sent."""
+    assert plan.row_token is not None
     first = _first_rows(plan, num_ranks)
     row = torch.arange(plan.row_token.size(0), device=first.device)
     rank = torch.bucketize(row, first[1:], right=True)  # N past the last row
@@ -145,11 +146,13 @@ def distinct(ranks: Tensor, num_ranks: int) -> Tensor:
 
 def cut(plan: Plan, num_rows: int) -> Plan:
     """The plan without what it has room for past `num_rows`, where it has no row."""
+    assert plan.row_token is not None and plan.row_slot is not None
     return plan._replace(row_token=plan.row_token[:num_rows], row_slot=plan.row_slot[:num_rows])
 
 
 def row_groups(plan: Plan) -> Tensor:
     """(R,): which of the plan's groups each row is in, their number past the last row."""
+    assert plan.row_token is not None
     row = torch.arange(plan.row_token.size(0), device=plan.offsets.device)
     return torch.bucketize(row, plan.offsets[1:], right=True)
 

@@ -9,6 +9,7 @@ operator gets tensors.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from math import prod
@@ -17,7 +18,7 @@ from .ops import Schema, ops
 from .quantized.formats import FORMATS
 
 CODES_PER_BYTE = [format.per_byte for format in FORMATS.values()]  # in tiles as in the published layout
-FORMULAS = {}  # operator -> function of its arguments, a named tuple
+FORMULAS: dict[str, Callable[..., int]] = {}  # operator -> function of its arguments, a named tuple
 
 
 def _register(*names: str):

@@ -80,7 +80,7 @@ class Fp8Weights:
         self.up, self.down, self.layout = tuple(up), tuple(down), layout
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """(E, D, F)."""
         return tuple(self.down[0].shape)
 
@@ -94,9 +94,9 @@ class Fp8Weights:
         """The bytes of codes and scales."""
         return sum(t.nbytes for t in (*self.up, *self.down))
 
-    def to(self, device) -> Fp8Weights:
+    def to(self, device: torch.device | str | int) -> Fp8Weights:
         """Returns a copy on another device; itself if it is there."""
-        up, down = ([t.to(device) for t in tensors] for tensors in (self.up, self.down))
+        up, down = (tuple(t.to(device) for t in tensors) for tensors in (self.up, self.down))
         return self if down[0] is self.down[0] else Fp8Weights(up, down, self.layout)
 
     def __repr__(self) -> str:
@@ -182,7 +182,7 @@ def quantized(
 ) -> Fp8Weights:
     """fp8_weights of checked (E, out, in). Without for_backward they are codes and scales alone, not those of
     transposes."""
-    w1, w2, w3 = (w if w is None else w.detach() for w in (w1, w2, w3))
+    w1, w2, w3 = w1.detach(), w2.detach(), None if w3 is None else w3.detach()
     orders = _ops.BOTH_ORDERS if for_backward else _ops.AS_THEY_ARE
     up = _ops.run(ops.fp8_weight.default, w1, w3, code, orders)
     down = _ops.run(ops.fp8_weight.default, w2, None, _ops.UNGATED, orders)

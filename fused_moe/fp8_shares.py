@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .fp8 import peak_scale
 from .ops import WGRADS
+
+if TYPE_CHECKING:
+    from .fp8 import Fp8Weights
+    from .plan import Plan
 
 LARGEST, NAN = 0x7E, 0x7F  # codes of e4m3 without their sign
 
@@ -68,7 +73,16 @@ class Fp8Shares:
         total = torch.cat([counted.sum().reshape(1), (found & counted).flatten(1).sum(1)])
         self.counts[name] = self.counts[name] + total if name in self.counts else total
 
-    def add_call(self, x: Tensor, fp8, made: tuple, link_t, plan, y: Tensor, wgrad: int) -> None:
+    def add_call(
+        self,
+        x: Tensor,
+        fp8: Fp8Weights,
+        made: tuple,
+        link_t: Tensor | None,
+        plan: Plan,
+        y: Tensor,
+        wgrad: int,
+    ) -> None:
         """Counts those of a call's forward pass, and has its backward pass count its own.
 
         `made` and link_t are results of fp8_up and fp8_up_weights, whose gradients are dh's codes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from .paths import PLAIN
 from .quantized.sharding import is_sharded
 from .quantized.weight import QuantizedWeight
 
+if TYPE_CHECKING:
+    from .module import Experts
+
 _optimizer_steps: int | None = None  # taken by all torch.optim optimizers; None: not counted yet
 
 
@@ -29,7 +33,7 @@ def _watch_optimizers() -> None:
 
 def _count_step(*_) -> None:
     global _optimizer_steps
-    _optimizer_steps += 1
+    _optimizer_steps = (_optimizer_steps or 0) + 1
 
 
 class Fp8Training:
@@ -210,7 +214,7 @@ def train_in_fp8(fn: str, layers: list, how: Fp8Training, *, force: bool = False
         )
 
 
-def _check_trainable(fn: str, experts: nn.Module) -> None:
+def _check_trainable(fn: str, experts: Experts) -> None:
     if not isinstance(experts, TrainsFp8):
         fail(TypeError, fn, "the experts of a FusedMoE", type(experts).__name__)
     for name, width in (("D", experts.dim), ("F", experts.hidden_dim)):

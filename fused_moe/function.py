@@ -8,6 +8,9 @@ token's K choices; one whose id is no expert's here is remote: it gets no row, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
@@ -53,6 +56,11 @@ from .ops import ops
 from .plan import Plan, tensors_again
 from .quantized import computing
 from .quantized.weight import QuantizedWeight, check_weight, read
+
+# What the three weights w1, w2 and w3 are: tensors, QuantizedWeights, or None for w3.
+Weights = tuple[Any, Any, Any]
+# What `ops.infer` takes behind the weights.
+Call = tuple[Any, Any, Any, Any, Any, Any, Any]
 
 # --- routing ----------------------------------------------------------------------------------------------
 
@@ -162,8 +170,8 @@ def route(
     routing = (score_func, route_norm, route_scale, route_norm_eps, *groups)
     tensors = (expert_scale, ids, num_tokens)
     num_experts = logits.size(1)
-    bias, settings, *tensors = check_route("logits", logits, num_experts, top_k, bias, *routing, *tensors)
-    return _ops.run(ops.route.default, logits, bias, *settings, *tensors)
+    bias, settings, *given = check_route("logits", logits, num_experts, top_k, bias, *routing, *tensors)
+    return _ops.run(ops.route.default, logits, bias, *settings, *given)
 
 
 def check_route(
@@ -332,9 +340,11 @@ def unpermute(
     """
     check_input("unpermute", "rows", rows, 2)
     check_plan_of_rows("unpermute", plan, rows)
+    token_row = plan.token_row
+    assert token_row is not None
     if scores is not None:
-        check_scores("unpermute", scores, plan.token_row)
-    check_shared("unpermute", shared, shared_gate, "rows", rows, (plan.token_row.size(0), rows.size(1)))
+        check_scores("unpermute", scores, token_row)
+    check_shared("unpermute", shared, shared_gate, "rows", rows, (token_row.size(0), rows.size(1)))
     scores = _as_scores(scores, rows)
     if shared is None:
         return _ops.run(ops.unpermute.default, rows, scores, tensors_again(plan))
@@ -617,7 +627,8 @@ def fused_experts(
 
 
 def experts_and_counts(
-    x, weights, scores, ids, biases, activation, constants=(ALPHA, LIMIT), layout="separate",
+    x, weights: Weights, scores, ids, biases: tuple[Any, Any, Any], activation,
+    constants: tuple[float, float] = (ALPHA, LIMIT), layout="separate",
     transposed=False, score_on="output", plan=None, main_grads=None, expert_map=None, out=None, lora=None,
     shared=None, shared_gate=None, compute=None, smooth=(None, None), fp8=None, fp8_wgrad="auto",
     max_rows=None, dropped_rows=None,
@@ -713,25 +724,26 @@ def experts_and_counts(
             y = composed.experts(x, weights, biases, scores, plan, settings, score_on, lora, shared)
         else:
             experts = _experts_with_main_grads if any(main_grads) else _experts
-            made = (plan, code, activation, *constants, score_on, main_grads, shared)
-            y = experts(x, *weights, *biases, scores, *made)
+            alpha, limit = constants
+            operands = (x, *weights, *biases, scores)
+            y = experts(*operands, plan, code, activation, alpha, limit, score_on, main_grads, shared)
     y = widths.narrowed(y, D)
     return (y if out is None or y is out else out.copy_(y)), counts
 
 
-def _operands(weights: tuple, stored: tuple, main_grads: tuple | None, is_composed: bool) -> tuple:
+def _operands(weights: Weights, stored: Weights, main_grads: tuple | None, is_composed: bool) -> Weights:
     """w1, w2 and w3 as the experts' operators or their composition take them."""
     if main_grads is not None:
         weights = operands_of(stored, weights, main_grads)
     return _unless_quantized(weights, stored) if is_composed else weights
 
 
-def _are_padded(x: Tensor, weights: tuple, is_composed: bool) -> bool:
+def _are_padded(x: Tensor, weights: Weights, is_composed: bool) -> bool:
     return not (is_composed and True in _is_quantized(weights)) and widths.are_padded(x, *weights)
 
 
 def _trained_in_fp8(
-    x, weights, scores, plan: Plan, training: Fp8Training, fp8, wgrad, needs_grad, code, activation,
+    x, weights: Weights, scores, plan: Plan, training: Fp8Training, fp8, wgrad, needs_grad, code, activation,
     constants, stored, given, main_grads, shared=(None, None),
 ):  # fmt: skip
     """out of checked arguments. `fp8` is True or codes, `stored` and `given` are the caller's weights and
@@ -739,6 +751,7 @@ def _trained_in_fp8(
     if fp8 is True:
         fp8 = training.weights(*weights, code, needs_grad)
     if wgrad == "auto":
+        assert plan.row_token is not None
         wgrad = "fp8" if wgrad_pays(plan.row_token.numel(), weights[1].size(0)) else "bf16"
     experts = _fp8_experts
     if any(main_grads):
@@ -756,8 +769,8 @@ def _fp8_training(fp8) -> tuple[Fp8Training, Fp8Weights | bool | None]:
 
 
 def _plain_weights(
-    fn: str, x_name: str, x: Tensor, weights: tuple, transposed: bool, main_grads, lora
-) -> tuple[tuple, tuple, bool]:
+    fn: str, x_name: str, x: Tensor, weights: Weights, transposed: bool, main_grads, lora
+) -> tuple[Weights, Weights, bool]:
     """The weights as operators read them; with tensors of their shapes in place of quantised ones, for the
     checks; and whether experts are computed as a composition."""
     quantized = _is_quantized(weights)
@@ -775,7 +788,7 @@ def _plain_weights(
     if main_grads is not None and any(grad is not None for grad in main_grads):
         what = "lora" if lora is not None else "quantised weights"
         fail(ValueError, fn, f"no main_grads beside {what}", "some")
-    return tuple(stored), tuple(plain), True
+    return (stored[0], stored[1], stored[2]), (plain[0], plain[1], plain[2]), True
 
 
 def _is_quantized(weights: tuple) -> list[bool]:
@@ -810,13 +823,15 @@ _apply_plainly = super(torch.autograd.Function, _WithoutGradient).apply
 
 
 def _quantized_experts(
-    x, weights: tuple, eight_bit: list | None, smooth: tuple, call: tuple, out, needs_grad: bool
+    x, weights: tuple, eight_bit: list | None, smooth: tuple, call: Call, out, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """(out, counts) by one operator, which keeps nothing for backward. Where 8 bits are multiplied by 8 bits,
     `eight_bit` are the weights' lists, and x and a are divided by `smooth`; else it is None, and values are
     multiplied. `call` is what `infer` takes behind the weights."""
     w1, w2, w3 = weights
     formats = [w1.code, 0 if w3 is None else w3.code, w2.code]  # in the schema's order; lists: w1, w2, w3
+    quantized: tuple
+    lists: Sequence[list[Tensor]]
     if eight_bit is None:
         quantized = (formats,)
         lists = (_listed(w1), _listed(w2), _listed(w3))
@@ -846,9 +861,12 @@ def _listed(w: QuantizedWeight | None) -> list[Tensor]:
     return [data, scale] if zero is None else [data, scale, zero]
 
 
-def _unless_quantized(views: tuple, stored: tuple) -> tuple:
+def _unless_quantized(views: Weights, stored: Weights) -> Weights:
     """The checked views of the weights; of a quantised one itself."""
-    return tuple(w if isinstance(w, QuantizedWeight) else view for view, w in zip(views, stored, strict=True))
+    w1, w2, w3 = (
+        w if isinstance(w, QuantizedWeight) else view for view, w in zip(views, stored, strict=True)
+    )
+    return w1, w2, w3
 
 
 def _tensors_of(weights: tuple) -> list[Tensor | None]:
@@ -940,6 +958,6 @@ def grouped_mlp(
         y = composed.experts(x_rows, weights, biases, None, plan, settings, "output", lora)
     else:
         experts = _experts_with_main_grads if any(main_grads) else _experts
-        made = (None, plan, code, activation, alpha, limit, "output", main_grads)
-        y = experts(x_rows, *weights, *biases, *made)
+        operands = (x_rows, *weights, *biases, None)
+        y = experts(*operands, plan, code, activation, alpha, limit, "output", main_grads)
     return widths.narrowed(y, D)

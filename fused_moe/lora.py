@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,10 +107,10 @@ class LoRA(NamedTuple):
         check_real(fn, "scale", scale)
         if w1 is None and w2 is None and w3 is None:
             fail(ValueError, fn, "adapters of w1, w2 or w3", "none")
-        pairs = []
+        tensors: list[Tensor | None] = []
         for i, pair in enumerate((w1, w2, w3), 1):
             if pair is None:
-                pairs += [None, None]
+                tensors += [None, None]
                 continue
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 fail(TypeError, fn, f"w{i} to be a pair (lora_A.weight, lora_B.weight)", type(pair).__name__)
@@ -122,15 +122,17 @@ class LoRA(NamedTuple):
             if A.size(0) % num_experts or B.size(1) != A.size(0):
                 expected = f"w{i} of lora_A ({num_experts} * rank, in), lora_B (out, rank * {num_experts})"
                 fail(ValueError, fn, expected, f"{tuple(A.shape)} and {tuple(B.shape)}")
-            pairs += [A.unflatten(0, (num_experts, -1)), B.unflatten(1, (-1, num_experts)).permute(2, 0, 1)]
-        return cls(*pairs, scale)
+            tensors += [A.unflatten(0, (num_experts, -1)), B.unflatten(1, (-1, num_experts)).permute(2, 0, 1)]
+        a1, b1, a2, b2, a3, b3 = tensors
+        return cls(a1, b1, a2, b2, a3, b3, scale)
 
     def to_peft(self) -> list[tuple[Tensor, Tensor] | None]:
         """Returns (lora_A.weight, lora_B.weight) of w1, w2 and w3: the inverse of `from_peft`."""
         for i, (a, b) in enumerate(self.pairs, 1):
             _check_pair("to_peft", i, a, b)
         return [
-            None if a is None else (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)) for a, b in self.pairs
+            None if a is None or b is None else (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))
+            for a, b in self.pairs
         ]
 
 
@@ -143,9 +145,13 @@ def joined(loras: list[LoRA]) -> LoRA:
     """One LoRA that adds what all of them add: their ranks one after the other, each scale in its b."""
     if len(loras) == 1:
         return loras[0]
-    tensors = []
+    tensors: list[Tensor | None] = []
     for pairs in zip(*map(pairs_of, loras), strict=True):
-        found = [(a, b, lora.scale) for (a, b), lora in zip(pairs, loras, strict=True) if a is not None]
+        found = [
+            (a, b, lora.scale)
+            for (a, b), lora in zip(pairs, loras, strict=True)
+            if a is not None and b is not None
+        ]
         if found:
             tensors += (
                 torch.cat([a for a, _, _ in found], 1),
@@ -153,7 +159,8 @@ def joined(loras: list[LoRA]) -> LoRA:
             )
         else:
             tensors += None, None
-    return LoRA(*tensors)
+    a1, b1, a2, b2, a3, b3 = tensors
+    return LoRA(a1, b1, a2, b2, a3, b3)
 
 
 class Adapters(nn.Module):
@@ -239,7 +246,7 @@ class Adapters(nn.Module):
         if "scale" in self.__dict__:  # pickled by a version that kept it nowhere else
             self.scale = self.__dict__.pop("scale")
 
-    def other_alphas(self, stored: Tensor) -> tuple[str, str] | None:
+    def other_alphas(self, stored: Tensor) -> tuple[str, ...] | None:
         """The alphas of the adapters and of a file's scale, as words, if they are not the same."""
         own = _stored(self.scale, torch.device("cpu")).to(stored.dtype)  # a file may be cast to 16 bits
         if stored.is_meta or isinstance(stored, FakeTensor) or own.item() == stored.item():
@@ -302,12 +309,15 @@ def child_of(name: str) -> str:
 class TakesLoRA(nn.Module):
     """A module with experts' weights that can have adapters, by name: its children `lora` and `lora_NAME`."""
 
+    if TYPE_CHECKING:
+        lora: Adapters | None
+
     @property
     def loras(self) -> dict[str, Adapters]:
         """{name: adapters}, active or not."""
         children = self._modules.items()
         return {
-            DEFAULT if child == "lora" else child.removeprefix("lora_"): adapters
+            DEFAULT if child == "lora" else child.removeprefix("lora_"): adapters  # type: ignore[misc]
             for child, adapters in children
             if adapters is not None and (child == "lora" or child.startswith("lora_"))
         }
@@ -360,7 +370,7 @@ def check_lora(fn: str, lora, x_name: str, x: Tensor, weights: tuple) -> None:
     check_real(fn, "lora.scale", lora.scale)
     for i, ((a, b), w) in enumerate(zip(pairs_of(lora), weights, strict=True), 1):
         _check_pair(fn, i, a, b)
-        if a is None:
+        if a is None or b is None:
             continue
         if w is None:
             fail(ValueError, fn, f"lora.a{i} only beside w{i}", f"lora.a{i} without w{i}")

@@ -76,8 +76,8 @@ def load_balancing_loss(
     if not _is_integral(ids):
         fail(TypeError, fn, "ids of an integer dtype", ids.dtype)
     if ids.dim() != logits.dim() or ids.shape[:-1] != logits.shape[:-1]:
-        tokens = f"ids (..., K) of the same tokens as logits {tuple(logits.shape)}"
-        fail(ValueError, fn, tokens, tuple(ids.shape))
+        expected = f"ids (..., K) of the same tokens as logits {tuple(logits.shape)}"
+        fail(ValueError, fn, expected, tuple(ids.shape))
     if ids.device != logits.device:
         fail(ValueError, fn, f"ids on the logits' device {logits.device}", ids.device)
     check_choice(fn, "score_func", score_func, LOG_SCORES)

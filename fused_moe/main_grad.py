@@ -8,6 +8,7 @@ the backward pass that is running wants the weight's gradient.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ class WithMainGrad(torch.autograd.Function):
         return gradient_of(ctx.weight, ctx.next_functions[0][0]), None
 
 
-def operands_of(weights, operands, main_grads) -> tuple:
+def operands_of(weights, operands, main_grads) -> tuple[Any, Any, Any]:
     """The operands of w1, w2 and w3: those of leaves with a main_grad by WithMainGrad. All stay as they are
     while PyTorch compiles, traces or transforms."""
     if (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from importlib import import_module
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,9 @@ from .paths import (
 from .quantized.weight import QuantizedWeight
 from .resetting import reset, reset_uniform
 from .routed import routed_experts
+
+if TYPE_CHECKING:
+    from .checks import Device
 
 # Training forward passes without an update after which FusedMoE warns. A step may have many micro-batches.
 PATIENCE = 256
@@ -159,7 +163,20 @@ class Experts(RoutedExperts, TakesLoRA, TrainsFp8):
 
     alpha, limit = function.ALPHA, function.LIMIT  # of layers that were pickled by an older version
 
-    def __init__(self, dim, hidden_dim, num_experts, *, activation, alpha, limit, gated, bias, device, dtype):
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        *,
+        activation: str,
+        alpha: float,
+        limit: float,
+        gated: bool,
+        bias: bool,
+        device: Device,
+        dtype: torch.dtype | None,
+    ):
         super().__init__()
         self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
         self.activation, self.alpha, self.limit = activation, alpha, limit
@@ -186,7 +203,8 @@ class Experts(RoutedExperts, TakesLoRA, TrainsFp8):
 
     def __setattr__(self, name: str, value) -> None:
         if isinstance(value, QuantizedWeight) and name in self._parameters:
-            value.dtype = self._parameters.pop(name).dtype  # nn.Module lets no module take a parameter's name
+            parameter = cast(nn.Parameter, self._parameters.pop(name))
+            value.dtype = parameter.dtype  # nn.Module lets no module take a parameter's name
         super().__setattr__(name, value)
 
     def forward(
@@ -239,9 +257,21 @@ class SharedExperts(nn.Module):
 
     alpha, limit = function.ALPHA, function.LIMIT  # of layers that were pickled by an older version
 
-    def __init__(self, dim, hidden_dim, *, activation, alpha, limit, gated, bias, device, dtype):
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        activation: str,
+        alpha: float,
+        limit: float,
+        gated: bool,
+        bias: bool,
+        device: Device,
+        dtype: torch.dtype | None,
+    ):
         super().__init__()
-        factory = {"bias": bias, "device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.w1 = nn.Linear(dim, hidden_dim, **factory)
         self.w2 = nn.Linear(hidden_dim, dim, **factory)
         self.w3 = nn.Linear(dim, hidden_dim, **factory) if gated else None
@@ -274,7 +304,7 @@ class SharedExperts(nn.Module):
         By the operators of the routed experts and of the router, as one expert that has every token: a
         token's results do not depend on the others. Only where nothing is against it (`why_called`).
         """
-        (w1, b1), (w2, b2), (w3, b3) = map(_as_expert, (self.w1, self.w2, self.w3))
+        (w1, b1), (w2, b2), (w3, b3) = _as_expert(self.w1), _as_expert(self.w2), _as_expert(self.w3)
         settings = {"b1": b1, "b2": b2, "b3": b3, **activation_of(self)}
         if num_tokens is None:
             counts = torch.full((1,), x.size(0), dtype=torch.int32, device=x.device)
@@ -289,13 +319,18 @@ def _gated(logits: Tensor, shared: Tensor) -> Tensor:
     return (logits.sigmoid() * shared).to(shared.dtype)
 
 
-def _linear(linear: nn.Module, x: Tensor) -> Tensor:
+def _linear(linear: nn.Linear | None, x: Tensor) -> Tensor:
     """linear(x) of x (T, ...), by our operator where that computes the same, for its batch-invariant bits."""
+    assert linear is not None
     if why_called(x, linear) or linear.bias is not None:
         return linear(x)
     return function.linear(x, linear.weight)
 
 
+@overload
+def _as_expert(linear: nn.Linear) -> tuple[Tensor, Tensor | None]: ...
+@overload
+def _as_expert(linear: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]: ...
 def _as_expert(linear: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]:
     """Weight (1, out, in) and bias (1, out)."""
     if linear is None:
@@ -372,6 +407,8 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
     experts_type = Experts
     counters = ("tokens_per_expert",)
     _tape = None  # a `replay.Tape` inside of record_routing and replay_routing
+    if TYPE_CHECKING:
+        _prepare_parameters: Callable[[FusedMoE], None] | None
     _prepare_parameters = None  # `ExpertParallel`'s function of a layer whose parameters were replaced
 
     def __init__(
@@ -402,8 +439,8 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         gate_bias: bool = False,
         router_dtype: torch.dtype | None = None,
         fp8: bool = False,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         for name, size, least in (
@@ -436,9 +473,9 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
             checks.fail(ValueError, FN, "shared_expert_gate only with shared experts", "num_shared_experts=0")
         if latent_norm and latent_dim is None:
             checks.fail(ValueError, FN, "latent_norm only with latent_dim", "latent_dim=None")
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         act = {"activation": activation, "alpha": alpha, "limit": limit}
-        mlp = {**act, "gated": gated, "bias": bias, **factory}
+        mlp: dict[str, Any] = {**act, "gated": gated, "bias": bias, **factory}
         routing = {
             "score_func": score_func,
             "route_norm": route_norm,
@@ -448,7 +485,7 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
             "num_limited_groups": num_limited_groups,
             "group_score": group_score,
         }
-        of_router = {"bias": gate_bias, "routing": routing, "expert_scale": expert_scale}
+        of_router: dict[str, Any] = {"bias": gate_bias, "routing": routing, "expert_scale": expert_scale}
         of_router["router_dtype"] = router_dtype
         self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
         self.load_balance_coeff = load_balance_coeff
@@ -477,7 +514,15 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         self._watched = [0, 0]  # forward passes without an update, tokens_per_expert's version after the last
 
     @classmethod
-    def from_hf(cls, config, layer: int | None = None, *, device=None, dtype=None, **overrides) -> FusedMoE:
+    def from_hf(
+        cls,
+        config: Any,
+        layer: int | None = None,
+        *,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **overrides: Any,
+    ) -> FusedMoE:
         """Makes the layer of a Hugging Face model, with new weights.
 
         `fused_moe.checkpoint.load_layer` reads a checkpoint's.
@@ -548,7 +593,7 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         per_sequence: bool = False,
         group: dist.ProcessGroup | None = None,
         load: Tensor | None = None,
-    ):
+    ) -> Tensor | tuple[Tensor | RouterLosses, ...]:
         """Applies the layer to every token.
 
         Args:
@@ -586,7 +631,9 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         scope = {"per_sequence": per_sequence, "group": group, "load": load}
         is_running = load is self.tokens_per_expert
         if per_sequence is not False or not (loss_mask is group is load is None):
-            self._check_losses(x, return_losses, loss_mask, scope, load if is_running else x)
+            self._check_losses(
+                x, return_losses, loss_mask, scope, self.tokens_per_expert if is_running else x
+            )
         tokens = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
         given, joined = {}, operands_to_join(self, tokens)
         combines = self.shared_experts is not None and not why_added_after(self, tokens)
@@ -613,7 +660,7 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
             out = out + self._shared(tokens, num_tokens)
         if x.dim() != 2:
             out = reshaped(out, x.shape)
-        results = [out]
+        results: list[Tensor | RouterLosses] = [out]
         if return_losses:
             if is_running:  # without this pass, which is counted by now
                 load = self.tokens_per_expert.to(counts.device)
@@ -645,12 +692,15 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
 
     def _shared_operands(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What the combine takes as shared and shared_gate; of padded rows zeros, whatever they hold."""
-        shared, logits = self.shared_experts.operands(x, self.shared_expert_gate, num_tokens)
+        experts = self.shared_experts
+        assert experts is not None
+        shared, logits = experts.operands(x, self.shared_expert_gate, num_tokens)
         return shared, None if logits is None else zero_padding(logits, num_tokens)
 
     def _shared(self, x: Tensor, num_tokens: Tensor | None) -> Tensor:
         """The shared experts' output, times sigmoid(gate(x)) if there is a gate; zero in padded rows."""
         experts, gate = self.shared_experts, self.shared_expert_gate
+        assert experts is not None
         if gate is None and num_tokens is None:
             return experts(x)
         if not why_changed("shared_experts", experts):
@@ -663,7 +713,8 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The routed experts' out (T, D) and counts (E,), the router's ids (T, K) and logits (T, E). `given`
         are the router's ids and num_tokens, `shared` the combine's shared and shared_gate."""
-        buffers, modules = self._buffers, self._modules  # an attribute takes ten times as long
+        modules: dict[str, Any] = self._modules
+        buffers = self._buffers  # an attribute takes ten times as long
         bias = buffers["expert_bias"] if "expert_bias" in buffers else self.expert_bias
         check_expert_bias(FN, bias)
         if type(joined) is Operands:
@@ -676,7 +727,9 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         )  # other modules in the experts' place take three arguments
         return *self.experts(x, scores, ids, *added), ids, logits
 
-    def _routed_latent(self, x: Tensor, bias: Tensor | None, given: dict) -> tuple[Tensor, ...]:
+    def _routed_latent(
+        self, x: Tensor, bias: Tensor | None, given: dict
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """_routed with experts of width latent_dim. Other modules in latent_up's place may have a bias, which
         padded rows do not get."""
         scores, ids, logits = self._route(x, bias, given)
@@ -723,7 +776,7 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
                 stacklevel=2,
             )
 
-    def update_expert_bias(self, process_group=None) -> None:
+    def update_expert_bias(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Moves expert_bias by load_balance_coeff against the load, and zeroes the token counts.
 
         Call it once after each optimizer step, or `fused_moe.balance` once before the first. Under

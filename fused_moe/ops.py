@@ -19,11 +19,14 @@ import json
 import os
 import warnings
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
@@ -55,10 +58,12 @@ FACTS = json.loads(ops.facts())  # build, tiers, capabilities, reasons, operator
 HAS_CUDA_KERNELS = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::experts_up", "CUDA")
 TIERS = (*reversed(FACTS["tiers"]), "auto")  # what FUSED_MOE_TIER may be
 # Where an operator writes a view of an input, inductor added the input's storage offset twice: seen in 2.11.
-WRITES_BESIDE_VIEWS = torch.__version__ < (2, 13)
+WRITES_BESIDE_VIEWS = torch.__version__ < (2, 13)  # type: ignore[operator]
 _library = torch.library.Library(NAMESPACE, "IMPL")
-_nodes = {}  # operator -> apply of its autograd node
-_refusals = {}  # operator that refuses gradients -> function that raises if its arguments require one
+_nodes: dict[OpOverload, Callable] = {}  # operator -> apply of its autograd node
+_refusals: dict[
+    OpOverload, Callable
+] = {}  # operator that refuses gradients -> function that raises if its arguments require one
 # The dispatch keys that a thread includes by itself. Functorch, tracing and dispatch modes include more.
 _OWN_KEYS = (
     torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
@@ -89,7 +94,8 @@ class Schema:
         self.name, self.op = name, getattr(ops, name).default
         arguments = self.op._schema.arguments
         defaults = [a.default_value for a in arguments if a.has_default_value()]
-        self.named = namedtuple(name, [a.name for a in arguments], defaults=defaults)
+        named = namedtuple(name, [a.name for a in arguments], defaults=defaults)  # type: ignore[misc]
+        self.named: Callable = named
         self.position = {a.name: i for i, a in enumerate(arguments)}
         self.written = [a.name for a in arguments if a.is_write]
         self.lists = [i for i, a in enumerate(arguments) if str(a.type) == "List[Tensor]"]
@@ -227,7 +233,7 @@ def _register_vmap(schema: Schema):
 
 # autograd.grad(is_grads_batched=True) and vectorize=True of autograd.functional use an older vmap than
 # torch.func's. Each of its nested calls has a level, 1 for the outermost.
-_OLDER_VMAP = torch._C._parse_dispatch_key("Batched")
+_OLDER_VMAP = cast(torch._C.DispatchKey, torch._C._parse_dispatch_key("Batched"))
 _OLDER_VMAP_LEVELS = range(63, 0, -1)
 
 
@@ -299,7 +305,7 @@ def _autograd_rule(schema: Schema, backward, setup_context, keeps: str = ""):
     members = {"forward": staticmethod(forward), "backward": staticmethod(by_position)}
     # Not a torch.autograd.Function, which handles torch.func's transforms: the dispatcher has done so before
     # this rule.
-    node = type(schema.name, (torch.autograd.function._SingleLevelFunction,), members)
+    node: Any = type(schema.name, (torch.autograd.function._SingleLevelFunction,), members)
     _nodes[op] = apply = node.apply
 
     def rule(keyset, *args):
@@ -418,7 +424,7 @@ def _num_rows(x: Tensor, plan: list[Tensor]) -> int:
     return plan[1].numel() if _has_row_maps(plan) else x.size(0)
 
 
-def _slots(x: Tensor, plan: list[Tensor]) -> tuple[int, int]:
+def _slots(x: Tensor, plan: list[Tensor]) -> tuple[int, ...]:
     """T and K. Without row maps x has one row per token."""
     return tuple(plan[-1].shape) if _has_row_maps(plan) else (x.size(0), 1)
 
@@ -437,7 +443,10 @@ def _needed(need: bool, like: Tensor, *shape: int, dtype: torch.dtype | None = N
 
 def _grad_like(need: bool, w: Tensor | None, like: Tensor) -> Tensor:
     """A new tensor with w's shape and strides; an empty one if it is not needed."""
-    return torch.empty_like(w) if need else like.new_empty(0)
+    if not need:
+        return like.new_empty(0)
+    assert w is not None
+    return torch.empty_like(w)
 
 
 # --- routing ------------------------------------------------------------------------------------------
@@ -477,6 +486,7 @@ def parameter_gradients(
     """dweight and dbias, as `router_gradients`."""
     dweight = None
     if need_weight:
+        assert x is not None
         dweight = rounded.mT @ x if weight.dtype == x.dtype else _wide_matmul(dlogits.mT, x.to(weight.dtype))
     return dweight, dlogits.sum(0).to(weight.dtype) if need_bias else None
 
@@ -546,6 +556,7 @@ def scale_gradient(dscores: Tensor, logits: Tensor, ids: Tensor, settings: tuple
     top_k, num_experts = ids.size(1), logits.size(1)
     scores, _ = run(ops.route.default, logits, None, top_k, *settings, 0, 0, 0, ids)
     plan = route_plan(ids, num_experts)
+    assert plan.row_slot is not None
     rows = (dscores * scores).reshape(-1, 1).index_select(0, plan.row_slot.clamp_min(0))
     return run(ops.bias_grad.default, rows, plan.offsets[1:]).squeeze(1)
 
@@ -1130,6 +1141,7 @@ def _fp8_weight_fake(args):
 def _transposed_codes(ctx, first: Tensor, second: Tensor | None, layout: int) -> list[Tensor]:
     """[codes_t, scale_t]: the two tensors themselves, or of the weights that they are."""
     if ctx.has_codes_t:
+        assert second is not None
         return [first, second]
     return [*run(ops.fp8_weight.default, first, second, layout, TRANSPOSED)[2:]]
 
@@ -1389,7 +1401,9 @@ def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:
     rows = None
     if isinstance(num_rows, Tensor):  # torch.jit traces: an integer would be a constant of the graph
         num_rows, rows = 0, counts.new_empty(num_rows, 0)
-    return Plan(*_planned(ops.count_plan.default, counts, num_rows, rows), None, None, None)
+    tensors = _planned(ops.count_plan.default, counts, num_rows, rows)
+    counts, offsets, schedule = tensors
+    return Plan(counts, offsets, schedule, None, None, None)
 
 
 def _planned(op, *args):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor
 
 
@@ -26,7 +28,8 @@ def share_memory(x: Tensor, y: Tensor) -> bool:
         first, other = x.data_ptr(), y.data_ptr()
         return first < other + y.nbytes and other < first + x.nbytes
     # The distance in bytes of x[i] from y[j] is a sum of i and -j times their strides.
-    distance = x.storage_offset() * x.itemsize - y.storage_offset() * y.itemsize
+    offsets = cast(int, x.storage_offset()), cast(int, y.storage_offset())
+    distance = offsets[0] * x.itemsize - offsets[1] * y.itemsize
     terms = [(s * x.itemsize, 0, n - 1) for s, n in zip(x.stride(), x.shape, strict=True)]
     terms += [(s * y.itemsize, 1 - n, 0) for s, n in zip(y.stride(), y.shape, strict=True)]
     return _reaches(_merged(terms), 1 - x.itemsize - distance, y.itemsize - 1 - distance)
@@ -34,7 +37,7 @@ def share_memory(x: Tensor, y: Tensor) -> bool:
 
 def _merged(terms: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Terms (stride, least, most) of equal strides as one, the largest strides first."""
-    by_stride = {}
+    by_stride: dict[int, tuple[int, int]] = {}
     for stride, least, most in terms:
         low, high = by_stride.get(stride, (0, 0))
         by_stride[stride] = low + least, high + most

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -70,17 +70,20 @@ class Choice(NamedTuple):
         return "\n  ".join((self.path.value, *self.reasons))
 
 
+ModuleType = TypeVar("ModuleType", bound=type[nn.Module])
+
+
 # --- modules ----------------------------------------------------------------------------------------------
 
 # {place in a layer: (the class that fused calls stand for, the forward that we wrote)}: users may set another
-STOCK: dict[str, tuple[type, Callable]] = {}
+STOCK: dict[str, tuple[type[nn.Module], Callable]] = {}
 _LINEAR = nn.Linear.forward
 
 
-def stock(place: str):
+def stock(place: str) -> Callable[[ModuleType], ModuleType]:
     """Says that fused calls compute what this class's forward does, in this place of a layer."""
 
-    def register(cls: type) -> type:
+    def register(cls: ModuleType) -> ModuleType:
         STOCK[place] = cls, cls.forward
         return cls
 
@@ -106,7 +109,7 @@ def why_altered(module: nn.Module) -> str | None:
 def why_changed(place: str, module: nn.Module | None) -> str | None:
     """How calling the module in this place may do something else than a fused call."""
     cls, forward = STOCK[place]
-    if type(module) is not cls:
+    if module is None or type(module) is not cls:
         return f"layer.{place} is a {type(module).__name__}"
     if cls.forward is not forward or cls.__call__ is not nn.Module.__call__:
         return f"{cls.__name__} has another forward than fused_moe's"
@@ -157,7 +160,7 @@ def why_unfit(x: Tensor, linear: nn.Linear) -> str | None:
     return None
 
 
-def why_called(x: Tensor, *linears: nn.Module | None) -> str | None:
+def why_called(x: Tensor, *linears: nn.Linear | None) -> str | None:
     """Why linear layers have to be called on x, as our operators may compute something else."""
     for linear in linears:
         if linear is None:
@@ -212,8 +215,9 @@ def operands_to_join(layer: MoELayer, x: Tensor) -> Operands | str:
         return "x requires no gradient, so fusing them saves no addition of two gradients"
     if layer.latent_down is not None:
         return "the experts have a width of their own"
-    modules = layer._modules  # an attribute takes ten times as long
-    router, experts = modules.get("router"), modules.get("experts")
+    modules: dict[str, Any] = layer._modules  # an attribute takes ten times as long
+    router: Any = modules.get("router")
+    experts: Any = modules.get("experts")
     if reason := why_changed("router", router) or why_changed("experts", experts):
         return reason
     gate = router._modules.get("gate")
@@ -266,7 +270,7 @@ def why_added_after(layer: MoELayer, x: Tensor) -> str | None:
     it, in eager and compiled layers alike, only where nothing changes or observes either."""
     if layer.latent_down is not None:
         return "the experts have a width of their own"
-    modules = layer._modules
+    modules: dict[str, Any] = layer._modules
     shared = modules["shared_experts"]
     return (
         why_changed("experts", modules.get("experts"))
@@ -372,14 +376,16 @@ def path(layer: MoELayer, x: Tensor) -> Choice:
     check_tokens(fn, x, layer.dim)
     router, experts, shared = layer.router, layer.experts, layer.shared_experts
     after = None if shared is None else why_added_after(layer, x)
-    added = () if after is None else (f"shared experts are added after the combine, since {after}",)
+    added: tuple[str, ...] = (
+        () if after is None else (f"shared experts are added after the combine, since {after}",)
+    )
     apart = operands_to_join(layer, x)
     if isinstance(apart, Operands):
         added += _copied(experts.weights, x)
         if torch.is_grad_enabled() and has_policy():
             return Choice(ROUTED_UP, (f"the experts are several operators, since {POLICY}", *added))
         return Choice(ROUTED_NODE if torch.is_grad_enabled() else ROUTED, added)
-    reasons = (f"router and experts are apart, since {apart}",)
+    reasons: tuple[str, ...] = (f"router and experts are apart, since {apart}",)
     if type(experts).forward is not STOCK["experts"][1] or "forward" in vars(experts):
         changed = why_changed("experts", experts)
         return Choice(OTHER, (f"the experts are not fused_moe's, since {changed}", *added))

@@ -39,7 +39,7 @@ class Plan(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """The list that `torch.ops.fused_moe.*` take as `plan`."""
-        return [*self[1:3]] if self.row_token is None else [*self[1:]]
+        return [*self[1:3]] if self.row_token is None else [*self[1:]]  # type: ignore[list-item]
 
 
 def tensors_again(plan: Plan, copied: int = 0) -> list[Tensor]:

@@ -9,7 +9,9 @@ Letters: T tokens, D model width, F expert hidden width, E experts, K experts pe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any, cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -63,15 +65,14 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         >>> torch.allclose(fused_moe.router_logits(x, weight), expected, atol=1e-5)
         True
     """
-    operands = (x, weight, bias)
     if is_autocast_enabled(x):
         if x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
-            operands = (t if t is None else t.to(dtype) for t in operands)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         with torch.autocast(x.device.type, enabled=False):
-            return router_logits(*operands)
+            return router_logits(x, weight, bias)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return F.linear(*(t if t is None else t.to(wide) for t in operands))
+    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
 
 def _top_k(values: Tensor, k: int) -> Tensor:
@@ -131,6 +132,7 @@ def route(
             bias = bias.float()
             choice = torch.where(bias == -torch.inf, bias, choice + bias)
         if num_expert_groups is not None:
+            assert num_limited_groups is not None
             groups = choice.unflatten(-1, (num_expert_groups, -1))
             num_best = 2 if group_score == "top2" else 1
             worth = groups.sort(-1, descending=True).values[..., :num_best].sum(-1)
@@ -300,6 +302,7 @@ def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Plan]:
 
 
 def _permuted(x: Tensor, plan: Plan) -> Tensor:
+    assert plan.row_token is not None
     in_use = (plan.row_token >= 0).unsqueeze(-1)
     return torch.where(in_use, x[plan.row_token.clamp_min(0).long()], 0)
 
@@ -325,6 +328,7 @@ def unpermute(
         [[2.0], [4.0]]
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
+    assert plan.token_row is not None
     has_row = (plan.token_row >= 0).unsqueeze(-1)
     gathered = torch.where(has_row, rows[plan.token_row.clamp_min(0).long()], 0).to(wide)
     if scores is not None:
@@ -399,7 +403,8 @@ def dequantize(w: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
     for i in range(num_row_blocks):
         for j in range(num_col_blocks):
             block = (slice(None), slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
-            scale, zero = scales[:, i, j], 0
+            scale = scales[:, i, j]
+            zero: Tensor | int = 0
             if rules.scale_dtypes == E8M0:
                 scale = torch.where(scale == 255, torch.nan, 2.0 ** (scale.double() - 127))
             if zeros is not None:
@@ -439,6 +444,32 @@ def _expert(x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, **activation) -> Ten
     return F.linear(_activated(x, w1, w3, b1, b3, layout, **activation), w2, b2)
 
 
+@overload
+def _operand(w: Tensor | QuantizedWeight, main_grad: Tensor | None, dtype: torch.dtype) -> Tensor: ...
+@overload
+def _operand(
+    w: Tensor | QuantizedWeight | None, main_grad: Tensor | None, dtype: torch.dtype
+) -> Tensor | None: ...
+def _operand(
+    w: Tensor | QuantizedWeight | None, main_grad: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """The values of a weight; their gradient is added to main_grad."""
+    values = dequantize(w, dtype) if isinstance(w, QuantizedWeight) else w
+    return values if main_grad is None else _WithMainGrad.apply(values, main_grad)
+
+
+@overload
+def _adapted(w: Tensor, a: Tensor | None, b: Tensor | None, scale: float) -> Tensor: ...
+@overload
+def _adapted(w: Tensor | None, a: Tensor | None, b: Tensor | None, scale: float) -> Tensor | None: ...
+def _adapted(w: Tensor | None, a: Tensor | None, b: Tensor | None, scale: float) -> Tensor | None:
+    """w + scale * b a, where there are adapters."""
+    if a is None:
+        return w
+    assert w is not None and b is not None
+    return w + scale * (b.to(w.dtype) @ a.to(w.dtype))
+
+
 def grouped_mlp(
     x_rows: Tensor,
     w1: Tensor,
@@ -468,27 +499,28 @@ def grouped_mlp(
         >>> torch.allclose(fused_moe.grouped_mlp(*args), expected, atol=1e-3)
         True
     """
-    w1, w2, w3 = (dequantize(w, x_rows.dtype) if isinstance(w, QuantizedWeight) else w for w in (w1, w2, w3))
+    dtype = x_rows.dtype
+    g1, g2, g3 = main_grads or (None, None, None)
+    w1, w2, w3 = _operand(w1, g1, dtype), _operand(w2, g2, dtype), _operand(w3, g3, dtype)
     num_experts = w2.size(0)
-    w1, w2, w3 = (
-        w if main_grad is None else _WithMainGrad.apply(w, main_grad)
-        for w, main_grad in zip((w1, w2, w3), main_grads or (None,) * 3, strict=True)
-    )
     if layout == "interleaved" and w1.dim() == 4:
         w1 = w1.flatten(1, 2)
     if transposed:
         w1, w2 = w1.mT, w2.mT
         w3 = None if w3 is None else w3.mT
     if lora is not None:
-        pairs = zip((w1, w2, w3), lora.pairs, strict=True)
-        w1, w2, w3 = (
-            w if a is None else w + lora.scale * (b.to(w.dtype) @ a.to(w.dtype)) for w, (a, b) in pairs
-        )
+        (a1, l1), (a2, l2), (a3, l3) = lora.pairs
+        w1, w2 = _adapted(w1, a1, l1, lora.scale), _adapted(w2, a2, l2, lora.scale)
+        w3 = _adapted(w3, a3, l3, lora.scale)
     # unbind, not w[e]: its backward stacks E gradients once; that of indexing fills E full tensors
+    params: list[Sequence[Any]]
     params = [[None] * num_experts if p is None else p.unbind() for p in (w1, w2, w3, b1, b2, b3)]
-    act = {"activation": activation, "alpha": alpha, "limit": limit}
+    act: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit}
     rows = x_rows.split([*counts.tolist(), x_rows.size(0) - int(counts.sum())])
-    out = [_expert(x, *expert, layout, **act) for x, *expert in zip(rows[:-1], *params, strict=True)]
+    out = [
+        _expert(x, m1, m2, m3, c1, c2, c3, layout, **act)
+        for x, m1, m2, m3, c1, c2, c3 in zip(rows[:-1], *params, strict=True)
+    ]
     return torch.cat([*out, out[0].new_zeros(rows[-1].shape)])
 
 
@@ -510,7 +542,7 @@ def fused_experts(
     smooth2: Tensor | None = None,
     fp8: bool | None = None,
     fp8_wgrad: str = "auto",
-    **experts,
+    **experts: Any,
 ) -> Tensor:
     """Computes `fused_moe.fused_experts`, one expert after another.
 
@@ -530,19 +562,22 @@ def fused_experts(
     plan = route_plan(ids, w2.size(0), expert_map, max_rows=max_rows)
     if fp8:
         if fp8_wgrad == "auto":
+            assert plan.row_token is not None
             fp8_wgrad = "fp8" if wgrad_pays(plan.row_token.numel(), w2.size(0)) else "bf16"
         return _fp8_experts(x, w1, w2, w3, scores, plan, fp8_wgrad, shared, shared_gate, **experts)
     rows = _permuted(x, plan)
     if score_on == "input":
         wide = torch.promote_types(x.dtype, torch.float32)
+        assert plan.row_slot is not None
         row_scores = scores.flatten()[plan.row_slot.clamp_min(0).long()].unsqueeze(-1)
         rows = (rows.to(wide) * row_scores.to(wide)).to(x.dtype)
     if compute == "codes":
         y = grouped_mlp(rows, w1, w2, w3, plan.counts, **experts)
     else:
-        y = _eight_bit_mlp(rows, w1, w2, w3, plan.counts, smooth1, smooth2, **experts)
-    scores = scores if score_on == "output" else None
-    return unpermute(y, plan, scores, shared=shared, shared_gate=shared_gate)
+        q1, q2, q3 = cast("tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight | None]", (w1, w2, w3))
+        y = _eight_bit_mlp(rows, q1, q2, q3, plan.counts, smooth1, smooth2, **experts)
+    of_rows = scores if score_on == "output" else None
+    return unpermute(y, plan, of_rows, shared=shared, shared_gate=shared_gate)
 
 
 # --- experts, 8 bits by 8 bits -----------------------------------------------------------------------------
@@ -603,12 +638,12 @@ def _eight_bit_mlp(
         rows = rows if smooth is None else (rows.float() * (1 / smooth[e])).to(wide)
         return quantize_rows(rows, format, power_of_two=w2.power_of_two)
 
-    gate, up, down = (None if w is None else dequantize(w, wide) for w in (w1, w3, w2))
+    gate, up, down = dequantize(w1, wide), None if w3 is None else dequantize(w3, wide), dequantize(w2, wide)
     out = x_rows.new_zeros(x_rows.size(0), w2.size(1))
     first = 0
     for e, end in enumerate(counts.cumsum(0).tolist()):
-        of_up = (None if t is None else t[e].to(wide) for t in (gate, up, b1, b3))
-        a = _activated(quantized(x_rows[first:end], smooth1, e), *of_up, layout, **activation)
+        m1, m3, c1, c3 = (None if t is None else t[e].to(wide) for t in (gate, up, b1, b3))
+        a = _activated(quantized(x_rows[first:end], smooth1, e), m1, m3, c1, c3, layout, **activation)
         if format == "fp8_block":  # one scale for 128 columns of a row
             a = torch.cat([quantized(part, None, e) for part in a.split(128, dim=-1)], -1)
         else:
@@ -706,6 +741,7 @@ def _fp8_experts(
         gate, up = h.chunk(2, -1) if is_gated else (h, None)
         return activate(gate, up, **activation)
 
+    assert plan.row_token is not None and plan.row_slot is not None
     counts = [*plan.counts.tolist(), len(plan.row_token) - int(plan.counts.sum())]
     *rows, rest = _permuted(x.double(), plan).split(counts)
     row_scores = scores.double().flatten()[plan.row_slot.clamp_min(0).long()].unsqueeze(-1)
@@ -725,7 +761,9 @@ class _Router(module.Router):
 
 
 class _Experts(module.Experts):
-    def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(  # type: ignore[override]  # shared experts are added after it
+        self, x: Tensor, scores: Tensor, ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
         settings = {name: value for name, value in self.settings.items() if value is not None}
         if "fp8" in settings:
             settings["fp8"] = True

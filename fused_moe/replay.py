@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from types import FrameType, GeneratorType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ class Routes:
             _check_ids(fn, f"layers[{i}]", ids, 2)
         bounds = _bounds(layers)
         if num_experts is None:
-            self.num_experts = [None] * len(layers)
+            self.num_experts: list[int | None] = [None] * len(layers)
         elif isinstance(num_experts, Sequence):
             self.num_experts = list(num_experts)
         else:
@@ -128,7 +129,7 @@ class Routes:
     @classmethod
     def from_vllm(
         cls,
-        routed_experts,
+        routed_experts: Any,
         num_tokens: int | Sequence[int] | None = None,
         *,
         start: int | Sequence[int] = 0,
@@ -215,7 +216,7 @@ class Routes:
         if len(set(self.top_k)) > 1:
             fail(ValueError, fn, "layers of one K", self.top_k)
         self._check_same_tokens(fn)
-        ids = torch.stack(list(self), 1)
+        ids = torch.stack([self[i] for i in range(len(self))], 1)
         if batch_size is None:
             return ids
         check_int(fn, "batch_size", batch_size)
@@ -235,11 +236,11 @@ class Routes:
         if isinstance(tokens, Tensor) and tokens.dim() != 1:
             fail(ValueError, fn, "tokens of one dimension", tuple(tokens.shape))
         self._check_same_tokens(fn)
-        return self._of([ids[tokens] for ids in self])
+        return self._of([self[i][tokens] for i in range(len(self))])
 
-    def to(self, device) -> Routes:
+    def to(self, device: torch.device | str | int) -> Routes:
         """Returns the same routes on a device."""
-        return self._of([ids.to(device) for ids in self])
+        return self._of([self[i].to(device) for i in range(len(self))])
 
     @property
     def num_tokens(self) -> list[int]:
@@ -338,7 +339,7 @@ def record_routing(model: nn.Module) -> Iterator[Routes]:
     """
     layers = _layers_in("record_routing", model)
     routes = Routes([torch.empty(0, K, dtype=torch.uint8) for *_, K in layers], [E for _, _, E, _ in layers])
-    routes._largest = [E - 1 for E in routes.num_experts]
+    routes._largest = [E - 1 for E in routes.num_experts if E is not None]
     tapes = [_attach(layer) for _, layer, _, _ in layers]
     for i, tape in enumerate(tapes):
         tape.recorders.append((routes, i))
@@ -510,9 +511,10 @@ def tape_of(layer: nn.Module) -> Tape | None:
 
 
 def _attach(layer: nn.Module) -> Tape:
-    if tape_of(layer) is None:
-        layer.__dict__["_tape"] = Tape(layer)
-    return tape_of(layer)
+    tape = tape_of(layer)
+    if tape is None:
+        tape = layer.__dict__["_tape"] = Tape(layer)
+    return tape
 
 
 def _take(tape: Tape, num_tokens: int, device: torch.device) -> Tensor | None:
@@ -612,7 +614,7 @@ def _regions() -> tuple[list, object | None]:
     checkpoint frames, and the ctx of autograd.Functions (reentrant checkpointing, compiled graphs). The
     list ends at the first one that runs again now, which is returned beside it."""
     regions = _frame_of_hooks()
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         if code.co_filename == checkpoint.__file__:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol, cast
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from .checks import fail
+
+
+class Resettable(Protocol):
+    """A module that initialises its parameters again."""
+
+    def reset_parameters(self) -> None: ...
 
 
 @torch.no_grad()
@@ -20,7 +27,8 @@ def reset_uniform(module: nn.Module, name: str, bound: float) -> None:
     """
     own = module._parameters
     if parametrize.is_parametrized(module, name):
-        steps = module.parametrizations[name]
+        of_module = cast(nn.ModuleDict, module.parametrizations)
+        steps = cast(parametrize.ParametrizationList, of_module[name])
         if all(hasattr(step, "right_inverse") for step in steps):
             setattr(module, name, nn.init.uniform_(torch.empty_like(getattr(module, name)), -bound, bound))
         else:
@@ -35,7 +43,7 @@ def reset_uniform(module: nn.Module, name: str, bound: float) -> None:
 def reset(module: nn.Module) -> None:
     """As module.reset_parameters(). That of nn.Linear leaves pruned and parametrised weights as they are."""
     if not isinstance(module, nn.Linear) or {"weight", "bias"} <= module._parameters.keys():
-        module.reset_parameters()
+        cast(Resettable, module).reset_parameters()
         return
     for name in ("weight", "bias"):
         reset_uniform(module, name, 1 / math.sqrt(module.in_features))

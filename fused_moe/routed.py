@@ -12,10 +12,10 @@ another (`paths.has_policy`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import function, widths
 from .checks import (
@@ -41,6 +41,9 @@ from .ops import (
 )
 from .paths import Operands, has_policy
 from .plan import Plan
+
+if TYPE_CHECKING:
+    from .module import Experts, Router
 
 
 class _Call(NamedTuple):
@@ -102,9 +105,9 @@ class _Routed(torch.autograd.Function):
             need = _Needs(*ctx.needs_input_grad[:_NUM_INPUTS])
             shared = shared if need.shared_gate else None
             shared_gate = shared_gate if need.shared or need.shared_gate else None
-        weights = widths.saved(ctx, w1, w3, w2)
+        operands = widths.saved(ctx, w1, w3, w2)
         ctx.save_for_backward(
-            x, *weights, gate, expert_scale, b2, shared, shared_gate, ids, logits, scores, h, packed
+            x, *operands, gate, expert_scale, b2, shared, shared_gate, ids, logits, scores, h, packed
         )
         return out, counts, ids, logits
 
@@ -262,8 +265,8 @@ class _RoutedUp(torch.autograd.Function):
 def routed_experts(
     x: Tensor,
     operands: Operands,
-    router: nn.Module,
-    experts: nn.Module,
+    router: Router,
+    experts: Experts,
     expert_bias: Tensor | None,
     shared: tuple[Tensor | None, Tensor | None] = (None, None),
     *,
@@ -276,7 +279,7 @@ def routed_experts(
     fn, (gate, gate_bias, expert_scale, w1, w2, w3, b1, b2, b3) = "fused_experts", operands
     check_router("router_logits", x, gate, gate_bias)
     given = {"expert_scale": expert_scale, "ids": ids, "num_tokens": num_tokens}
-    bias, routing, ids, num_tokens, expert_scale = function.check_route(
+    bias, given_routing, ids, num_tokens, expert_scale = function.check_route(
         "x", x, gate.size(0), router.top_k, expert_bias, **router.routing, **given
     )
     # `function.experts_and_counts` checks what it shares with this in the same order.
@@ -291,7 +294,7 @@ def routed_experts(
     if widths.are_padded(x, w1, w2, w3):  # F; D is not (`paths.operands_to_join`)
         padded = widths.padded(x, (w1, w2, w3), (b1, b2, b3), None, None, layout)
         (w1, w2, w3), (b1, b2, b3) = padded.weights, padded.biases
-    top_k, score_func, route_norm, route_scale, route_norm_eps, *groups = routing
+    top_k, score_func, route_norm, route_scale, route_norm_eps, *groups = given_routing
     routing = [top_k, score_func, route_norm, *groups]
     constants = [experts.alpha, experts.limit, route_scale, route_norm_eps]
     settings = (layout, ACTIVATION_CODES[experts.activation], constants)
@@ -301,7 +304,7 @@ def routed_experts(
         out, counts, routed = infer(
             x, weights, (b1, b2, b3), None, ids, settings, shared=shared, router=of_router
         )
-        return out, counts, *routed
+        return out, counts, *routed  # type: ignore[return-value]
     call = _Call(bias, ids, num_tokens, settings, routing, main_up, main_down)
     if not has_policy():
         return _apply(x, w1, w3, w2, gate, gate_bias, expert_scale, b1, b3, b2, *shared, call)

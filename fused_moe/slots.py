@@ -37,7 +37,7 @@ def _slots_back(
     rows: Tensor, exchange: Exact, slot_of_buffer: Tensor | None, buffer_of_slot: Tensor | None
 ) -> Tensor:
     """Rows of received slots -> rows of this rank's slots."""
-    if slot_of_buffer is None:
+    if slot_of_buffer is None or buffer_of_slot is None:
         return exchange.back(rows)
     return gather(exchange.back(gather(rows, slot_of_buffer)), buffer_of_slot)
 
@@ -50,7 +50,7 @@ class Dispatch(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, tokens: Exact, slots: Exact, *maps: Tensor | None) -> Tensor:
+    def forward(ctx, x: Tensor, tokens: Exact, slots: Exact, *maps) -> Tensor:
         ctx.exchange = slots
         ctx.save_for_backward(*maps[NUM_THERE:])
         token_of_buffer, *plans = maps[:NUM_THERE]

@@ -19,7 +19,7 @@ import platform
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,7 @@ class Memory:
 def _shared_files(num_bytes: int, group: ProcessGroup) -> list[Tensor]:
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     with tempfile.NamedTemporaryFile(dir=folder) as file:
+        ranks: list[Any] = [None] * group.size()
 
         def allocate() -> None:  # without it a write where no memory is left would end the process
             os.posix_fallocate(file.fileno(), 0, num_bytes)
@@ -72,7 +73,6 @@ def _shared_files(num_bytes: int, group: ProcessGroup) -> list[Tensor]:
             return [torch.from_file(name, True, num_bytes, dtype=torch.uint8) for _, name in ranks]
 
         _on_all_ranks(f"{num_bytes} bytes in {folder}", group, allocate)
-        ranks = [None] * group.size()
         dist.all_gather_object(ranks, (platform.node(), file.name), group)
         hosts = sorted({host for host, _ in ranks})
         if len(hosts) > 1:
@@ -134,18 +134,19 @@ class Peers:
         """sizes: C, D, K and R."""
         self.rank, self.num_ranks = group.rank(), group.size()
         self.max_tokens, self.dim, self.top_k, self.num_rows = sizes
-        ranks = [None] * self.num_ranks
+        ranks: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(ranks, sizes, group)
         for rank, (*_, top_k, _) in enumerate(ranks):
             if ranks[rank] != sizes:
                 checks.fail(
                     ValueError, FN, f"ids (T, {self.top_k}) on all ranks", f"(T, {top_k}) on rank {rank}"
                 )
-        self._dtype, self._areas = dtype, {}
+        self._dtype = dtype
+        self._areas: dict[torch.dtype, Areas] = {}
         self._memory = Memory(self._layout(dtype)[-1][-1], group, device)
 
         # What the calls' indices are made of.
-        int32 = {"dtype": torch.int32, "device": device}
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.no_ids = torch.full((self.max_tokens + 1, self.top_k), -1, **int32)
         self.all_ranks = torch.arange(self.num_ranks, **int32)  # (N,)
         self.received = torch.arange(self.num_ranks * self.max_tokens, **int32).unsqueeze(1)  # (N*C, 1)
@@ -172,9 +173,13 @@ class Peers:
             checks.check_shape(FN, "ids", ids, "T, K", (x.size(0), self.top_k))
             checks.check_scores(FN, scores, ids)
         except (TypeError, ValueError):
-            ids = self.areas(self._dtype).ids
-            self.write((ids, torch.full_like(ids[self.rank], REFUSED)))
+            self._refuse()
             raise
+
+    def _refuse(self) -> None:
+        """Tells the other ranks that this one's call has failed."""
+        ids = self.areas(self._dtype).ids
+        self.write((ids, torch.full_like(ids[self.rank], REFUSED)))
 
     @torch.inference_mode(False)  # as the memory
     def areas(self, dtype: torch.dtype) -> Areas:
@@ -189,16 +194,16 @@ class Peers:
         """(shape, dtype, first byte, end) of each area."""
         tokens, received = self.max_tokens, self.num_ranks * self.max_tokens
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        areas = Areas(
-            ids=((tokens + 1, self.top_k), torch.int32),
-            token_row=((received, self.top_k), torch.int32),
-            tokens=((tokens, self.dim), dtype),
-            rows=((self.num_rows, self.dim), dtype),
-            scores=((tokens, self.top_k), wide),
-            dscores=((received, self.top_k), wide),
-        )
+        areas = {
+            "ids": ((tokens + 1, self.top_k), torch.int32),
+            "token_row": ((received, self.top_k), torch.int32),
+            "tokens": ((tokens, self.dim), dtype),
+            "rows": ((self.num_rows, self.dim), dtype),
+            "scores": ((tokens, self.top_k), wide),
+            "dscores": ((received, self.top_k), wide),
+        }
         layout, end = [], 0
-        for (rows, columns), of_area in areas:
+        for (rows, columns), of_area in (areas[name] for name in Areas._fields):
             start = -(-end // 256) * 256
             end = start + rows * columns * of_area.itemsize
             layout.append(((rows, columns), of_area, start, end))
@@ -316,6 +321,7 @@ class _Back(torch.autograd.Function):
             return run(ops.sum_peers.default, areas.rows, ways.back)
         ctx.save_for_backward(rows, scores)
         first = peers.rank * peers.num_rows
+        assert plan.token_row is not None
         token_row = F.threshold(plan.token_row + first, first - 1, -1)  # -1 stays
         peers.write((areas.rows, rows), (areas.token_row, token_row), are_read=False)
         ways.back = ways.received(areas.token_row).amax(0)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import zlib
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -107,20 +108,23 @@ class ExpertTensorParallel(ParallelStyle):
         if device_mesh.ndim != 1:
             checks.fail(ValueError, FN, "a mesh of one dimension", f"shape {tuple(device_mesh.shape)}")
         self._check_all(module, device_mesh)
-        experts, shared = module.experts, module.shared_experts
+        layer = cast(FusedMoE, module)
+        experts, shared = layer.experts, layer.shared_experts
         for part in (experts, *experts.loras.values()):
             _split(part, device_mesh, DIM_OF_F, self.src_data_rank)
         # In place, as fully_shard: optimizers, hooks and the parent module keep their references.
-        experts.__class__, experts.mesh = SplitExperts, device_mesh
-        module.router.register_forward_pre_hook(partial(_keep_own_rows, device_mesh))
+        experts.__class__ = SplitExperts
+        cast(SplitExperts, experts).mesh = device_mesh
+        layer.router.register_forward_pre_hook(partial(_keep_own_rows, device_mesh))
         if shared is not None:
             for name, linear in shared.named_children():
                 dims = {"weight": 1} if name == "w2" else {"weight": 0, "bias": 0}
                 _split(linear, device_mesh, dims, self.src_data_rank)
-            shared.__class__, shared.mesh = SplitSharedExperts, device_mesh
-        if module.shared_expert_gate is not None:
-            module.shared_expert_gate.register_forward_pre_hook(partial(_keep_own_rows, device_mesh))
-            module.shared_expert_gate.register_forward_hook(partial(_sum_gradient, device_mesh))
+            shared.__class__ = SplitSharedExperts
+            cast(SplitSharedExperts, shared).mesh = device_mesh
+        if layer.shared_expert_gate is not None:
+            layer.shared_expert_gate.register_forward_pre_hook(partial(_keep_own_rows, device_mesh))
+            layer.shared_expert_gate.register_forward_hook(partial(_sum_gradient, device_mesh))
         module.register_forward_pre_hook(partial(self._take_input, device_mesh), with_kwargs=True)
         module.register_forward_hook(partial(self._give_output, device_mesh))
         return module
@@ -182,12 +186,15 @@ class SplitExperts(Experts):
         _split(adapters, self.mesh, DIM_OF_F)
         super().take_lora(name, adapters)
 
-    def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(  # type: ignore[override]  # shared experts are added after it
+        self, x: Tensor, scores: Tensor, ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """x (T, D), the same on all ranks -> this rank's part of the sum (T, D), counts (E,)."""
         lora, main_grads = self.adapters, self.main_grads
         if lora is not None:  # beside adapters the weights are frozen
             tensors = zip(LoRA._fields, lora.tensors, strict=False)
-            lora = LoRA(*(self._adapter(name, t) for name, t in tensors), lora.scale)
+            a1, b1, a2, b2, a3, b3 = (self._adapter(name, t) for name, t in tensors)
+            lora = LoRA(a1, b1, a2, b2, a3, b3, lora.scale)
             main_grads = (None, None, None)
         biases = (_local(self.b1), _added_once(self.b2, self.mesh), _local(self.b3))
         return function.experts_and_counts(
@@ -217,12 +224,13 @@ class SplitSharedExperts(SharedExperts):
 
     mesh: DeviceMesh
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # the layer is called, not it alone
         """x (T, D), the same on all ranks -> this rank's part of the sum (T, D)."""
-        w1, w2, w3 = (None if m is None else _local(m.weight)[None] for m in (self.w1, self.w2, self.w3))
+        w1, w2 = _local(self.w1.weight)[None], _local(self.w2.weight)[None]
+        w3 = None if self.w3 is None else _local(self.w3.weight)[None]
         b1, b3 = (None if m is None or m.bias is None else _local(m.bias)[None] for m in (self.w1, self.w3))
         b2 = _added_once(self.w2.bias, self.mesh)
-        biases = {"b1": b1, "b2": None if b2 is None else b2[None], "b3": b3}
+        biases: dict[str, Any] = {"b1": b1, "b2": None if b2 is None else b2[None], "b3": b3}
         counts = torch.full((1,), x.size(0), dtype=torch.int32, device=x.device)
         return function.grouped_mlp(x, w1, w2, w3, counts, **biases, **activation_of(self))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ def upcycle(
     noise_fraction: float = 1.0,
     router_std: float = 0.02,
     generator: torch.Generator | None = None,
-    **settings,
+    **settings: Any,
 ) -> FusedMoE:
     """Makes a FusedMoE whose experts are copies of a dense MLP, to train a dense model on (sparse upcycling).
 
@@ -148,18 +149,18 @@ def _check_numbers(num_experts, top_k, granularity, noise, noise_fraction, route
             fail(ValueError, FN, f"{name} >= 0" + " and <= 1" * (name == "noise_fraction"), value)
 
 
-def _read(mlp) -> tuple[list[Tensor], list[Tensor | None]]:
+def _read(mlp: object) -> tuple[list[Any], list[Any]]:
     """Weights and biases of gate, down and up, or of up and down."""
     if isinstance(mlp, nn.Module):
-        found = [names for names in LAYOUTS if all(getattr(mlp, n, None) is not None for n in names)]
-        if not found:
+        layouts = [names for names in LAYOUTS if all(getattr(mlp, n, None) is not None for n in names)]
+        if not layouts:
             children = ", ".join(name for name, _ in mlp.named_children()) or "no parts"
             known = " or ".join("/".join(names) for names in LAYOUTS)
             fail(TypeError, FN, f"a module with {known}", f"{type(mlp).__name__} with {children}")
-        names = found[0]
+        names: tuple[str, ...] = layouts[0]
         parts = [getattr(mlp, name) for name in names]
     elif isinstance(mlp, tuple) and len(mlp) in (2, 3):
-        parts, names = mlp, ("w1", "w2", "w3")[: len(mlp)]
+        parts, names = list(mlp), ("w1", "w2", "w3")[: len(mlp)]
     else:
         found = f"{len(mlp)} parts" if isinstance(mlp, tuple) else type(mlp).__name__
         fail(TypeError, FN, "mlp to be a module, or a tuple (w1, w2, w3) or (w1, w2)", found)

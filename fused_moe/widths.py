@@ -13,10 +13,13 @@ between the passes no second copy of the weights is in memory, and FSDP can free
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .lora import LoRA
 
 ON_CPU = False  # set by tests: padded on the CPU, too
 HALF = (torch.bfloat16, torch.float16)
@@ -84,23 +87,27 @@ class Operands(NamedTuple):
     """What a call with padded widths gets in place of its arguments."""
 
     x: Tensor
-    weights: tuple  # w1, w2, w3
-    biases: tuple
-    lora: tuple | None  # a LoRA
+    weights: tuple[Any, Any, Any]  # w1, w2, w3
+    biases: tuple[Any, Any, Any]
+    lora: LoRA | None
     shared: Tensor | None
 
 
 def padded(x: Tensor, weights: tuple, biases: tuple, lora, shared: Tensor | None, layout: int) -> Operands:
     dtype = _gemm_dtype(x)
-    x, *weights = (t if t is None or t.dtype == dtype else t.to(dtype) for t in (x, *weights))
+    x, *operands = (t if t is None or t.dtype == dtype else t.to(dtype) for t in (x, *weights))
     of_weights = (ROWS[layout], PLAIN, PLAIN)
-    weights = tuple(w if w is None else copied(w, rows) for w, rows in zip(weights, of_weights, strict=True))
+    w1, w2, w3 = (w if w is None else copied(w, rows) for w, rows in zip(operands, of_weights, strict=True))
     b1, b2, b3 = biases
     biases = (_widened(b1, ROWS[layout]), _widened(b2), _widened(b3))
     lora = lora if lora is None else lora._replace(**_adapters(lora, ROWS[layout]))
-    return Operands(_widened(x), weights, biases, lora, _widened(shared))
+    return Operands(_widened(x), (w1, w2, w3), biases, lora, _widened(shared))
 
 
+@overload
+def _widened(t: Tensor, rows: Rows = PLAIN) -> Tensor: ...
+@overload
+def _widened(t: Tensor | None, rows: Rows = PLAIN) -> Tensor | None: ...
 def _widened(t: Tensor | None, rows: Rows = PLAIN) -> Tensor | None:
     """Zeros in the last dimension, behind each part of `rows`."""
     if t is None:
@@ -134,7 +141,7 @@ def copied(w: Tensor, rows: Rows) -> Tensor:
         return w
     copy = _zeros_behind(w, rows)
     if not torch.compiler.is_compiling():  # which decides itself what to save
-        copy.fused_moe_copy_of = w, rows
+        copy.fused_moe_copy_of = w, rows  # type: ignore[attr-defined]
     return copy
 
 
@@ -175,7 +182,7 @@ def restored(ctx, *weights: Tensor | None, first: int = 0) -> Sequence[Tensor | 
         return weights
     with torch.no_grad():
         pairs = zip(weights, ctx.copied_rows[first : first + len(weights)], strict=True)
-        return [w if rows is None else _zeros_behind(w.detach(), rows) for w, rows in pairs]
+        return [w if w is None or rows is None else _zeros_behind(w.detach(), rows) for w, rows in pairs]
 
 
 # --- main_grads ---------------------------------------------------------------------------------------
@@ -184,14 +191,14 @@ def restored(ctx, *weights: Tensor | None, first: int = 0) -> Sequence[Tensor | 
 def widened_main_grad(main_grad: Tensor | None, operand: Tensor | None, layout: int) -> Tensor | None:
     """What the gradient of an operand is added to: the main_grad, or a padded copy of it. `layout` is w1's;
     other weights have their rows padded as in UNGATED."""
-    if main_grad is None or main_grad.shape == operand.shape:
+    if main_grad is None or operand is None or main_grad.shape == operand.shape:
         return main_grad
     return _zeros_behind(main_grad, ROWS[layout])
 
 
 def return_main_grad(main_grad: Tensor | None, wide: Tensor | None, layout: int) -> None:
     """The main_grad gets the sums of its padded copy."""
-    if wide is main_grad:
+    if wide is main_grad or main_grad is None or wide is None:
         return
     own, copy = (t.unflatten(1, (ROWS[layout].parts, -1)) for t in (main_grad, wide))
     own.copy_(copy[:, :, : own.size(2), : own.size(3)])

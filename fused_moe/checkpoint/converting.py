@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,11 @@ from .files import (
     write_json,
     write_shards,
 )
+
+if TYPE_CHECKING:
+    from ..module import FusedMoE
+
+logger = logging.getLogger("fused_moe")
 
 FN = "fused_moe.checkpoint.convert"
 VERSION = 1  # of what config.json has as "fused_moe"
@@ -74,7 +80,8 @@ def convert(
             or else in the configuration's. Otherwise they stay as they are, in both layouts; but the int4 of
             GPTQ and AWQ becomes compressed-tensors' on its way to "hf".
         max_shard_size: bytes, or "5GB".
-        progress: whether to show a bar, if tqdm is installed, or else a line now and then.
+        progress: whether to show a bar, if tqdm is installed, or else to log a line now and then, at level
+            INFO of the logger "fused_moe".
         flavor: of torchtitan's model, from and to its layout.
 
     Raises:
@@ -110,10 +117,12 @@ def convert(
         fail(ValueError, FN, "flavor from or to torchtitan, and with no other", repr(flavor))
     check_new(out)
     if is_titan:
+        assert flavor is not None
         _from_torchtitan(source, config, Path(out), to, dtype, max_shard_size, progress, flavor)
         return
     tensors, fields = open_folder(source), _config_of(source if config is None else config)
     if to == "torchtitan":
+        assert flavor is not None
         _to_torchtitan(tensors, fields, Path(out), dtype, dequantize, progress, flavor)
         return
     with naming_files(tensors), new_folder(out) as folder:
@@ -141,7 +150,8 @@ def _from_torchtitan(
 
     if to != "hf" or dtype is not None:
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as beside:
-            published, options = Path(beside) / "hf", {"progress": progress, "max_shard_size": max_shard_size}
+            published = Path(beside) / "hf"
+            options: dict[str, Any] = {"progress": progress, "max_shard_size": max_shard_size}
             convert(source, published, to="hf", config=config, flavor=flavor, **options)
             convert(published, out, to=to, dtype=dtype, **options)
         return
@@ -178,6 +188,7 @@ def _to_torchtitan(
         check_flavor(config, flavor)  # before the other folder, which takes long
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as beside:
             published = Path(beside) / "hf"
+            options: dict[str, Any]
             options = {"config": config, "dtype": dtype, "dequantize": dequantize, "progress": progress}
             convert(tensors.path, published, to="hf", **options)
             convert(published, out, to="torchtitan", progress=progress, flavor=flavor)
@@ -249,7 +260,8 @@ class _Job:
                 mark := next((m for m in quantized.LINEAR_MARKS if key.endswith(m)), None)
             ):
                 stem = key.removesuffix(mark)
-                codes = quantized.Codes(Source(stem), quantized.kind_of(tensors, stem, self._method))
+                kind = cast(str, quantized.kind_of(tensors, stem, self._method))
+                codes = quantized.Codes(Source(stem), kind)
                 self._linears |= dict.fromkeys(quantized.keys_of(tensors, codes), codes)
         for block in found:
             if not self._keys[block.layer]:
@@ -301,7 +313,9 @@ class _Job:
                 yield tensor.nbytes, self._other(key, tensor)
             elif part not in done:
                 done.add(part)
+                shapes: Mapping[str, Tensor]
                 if block is None:
+                    assert linear is not None
                     keys, made = quantized.keys_of(self._tensors, linear), self._linear(self._tensors, linear)
                     shapes = self._on_meta
                 else:
@@ -420,7 +434,7 @@ def _bar(total: int | None, is_shown: bool):
 
 
 class _Lines:
-    """Lines in place of a bar, one for every tenth, or every 10 GB."""
+    """Lines of the log in place of a bar, one for every tenth, or every 10 GB."""
 
     def __init__(self, total: int | None, is_shown: bool):
         self._total, self._done, self._is_shown = total, 0, is_shown
@@ -436,7 +450,7 @@ class _Lines:
         step = self._total / 10 if self._total else 10**10
         if self._is_shown and before // step != self._done // step:
             share = f"{self._done / self._total:.0%} of " if self._total else ""
-            print(f"{share}{(self._total or self._done) / 1e9:.1f} GB", flush=True)
+            logger.info("%s%.1f GB", share, (self._total or self._done) / 1e9)
 
 
 # --- a model's layers -------------------------------------------------------------------------------------
@@ -479,7 +493,7 @@ def load(
     tensors, config = layers.opened(source, config)
     found = {block.layer: block for block in blocks(config)}
     if isinstance(model, Mapping):
-        todo = dict(model)
+        todo = cast("dict[int, FusedMoE]", dict(model))
         if unknown := todo.keys() - found.keys():
             fail(ValueError, "load", f"numbers of MoE layers, {_listed(found)}", _listed(unknown))
     else:

@@ -6,10 +6,11 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
@@ -23,7 +24,8 @@ CAST = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # into eac
 def check_files(fn: str, folder: str | os.PathLike, parts: Iterable[tuple[str, Any]]) -> None:
     """Raises for a file that is missing or too short. `parts` has the name of each tensor that is to be read
     and where it is in a file, as storage_data says."""
-    ends, names = {}, {}  # of what is read from each file
+    ends: dict[str, int] = {}
+    names: dict[str, str] = {}  # of what is read from each file
     for name, info in parts:
         end = info.offset + info.length
         if end > ends.get(info.relative_path, -1):
@@ -61,7 +63,7 @@ class CheckedReader(FileSystemReader):
         ...     dcp.load(state, storage_reader=CheckedReader(folder), no_dist=True)
     """
 
-    def set_up_storage_reader(self, metadata, *args, **kwargs) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
         """Takes the metadata of the folder."""
         super().set_up_storage_reader(metadata, *args, **kwargs)
         self.saved, self.paths = metadata.state_dict_metadata, metadata.planner_data or {}
@@ -93,7 +95,8 @@ class CheckedReader(FileSystemReader):
         for item in plan.items:
             if item.type is LoadItemType.TENSOR:
                 name = item.storage_index.fqn
-                found, own = self.saved[name].properties.dtype, planner.resolve_tensor(item).dtype
+                saved = cast(TensorStorageMetadata, self.saved[name])
+                found, own = saved.properties.dtype, planner.resolve_tensor(item).dtype
                 if found != own and not {found, own} <= CAST:
                     expected = f"{name} of dtype {own} in {self.path}"
                     raise ValueError(f"CheckedReader: expected {expected}, found {found}")

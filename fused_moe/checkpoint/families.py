@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -201,8 +201,8 @@ def layout(
         **(mlp(shared) if isinstance(shared, str) else shared),
         **experts,
     }
-    sources = {name: s if isinstance(s, Source) else Source(s) for name, s in sources.items()}
-    return {name: s._replace(name=f"{place}{s.name}") for name, s in sources.items()}
+    named = {name: s if isinstance(s, Source) else Source(s) for name, s in sources.items()}
+    return {name: s._replace(name=f"{place}{s.name}") for name, s in named.items()}
 
 
 def both(place: str, experts: Mapping[str, Source | str], **names) -> tuple[dict, dict]:
@@ -494,7 +494,7 @@ FAMILIES: dict[str, Family] = {
             SOFTMAX_NORM,
             layouts,
             hidden_size=4096, intermediate_size=11008, num_local_experts=8, num_experts_per_tok=2,
-            hidden_act="silu", num_hidden_layers=32, **shared,
+            hidden_act="silu", num_hidden_layers=32, **cast("dict[str, Any]", shared),
         )
         for name, layouts, shared in (
             ("granitemoe", GRANITE, {}),
@@ -848,8 +848,9 @@ def read_config(config: Any) -> Mapping[str, Any]:
 
 def _find_text(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], tuple[str, ...]]:
     """The model_type and the configuration that a row is for, and where its layers are."""
-    model_type = config.get("model_type")
-    roots, places = ROOTS.get(model_type, ()), PLACES
+    model_type = cast(str, config.get("model_type"))
+    roots: tuple[str, ...] = ROOTS.get(model_type, ())
+    places: tuple[str, ...] = PLACES
     while model_type not in FAMILIES:
         part = next(
             (config[p] for p in ("text_config", "thinker_config") if isinstance(config.get(p), Mapping)), None
@@ -861,7 +862,7 @@ def _find_text(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], tuple
             raise ValueError(
                 f"fused_moe.checkpoint: expected model_type to be one of {known}, found {model_type!r}"
             )
-        config, model_type, places = part, part.get("model_type"), PLACES_OF_PART
+        config, model_type, places = part, cast(str, part.get("model_type")), PLACES_OF_PART
         roots += ROOTS.get(model_type, ())
     return model_type, config, tuple(dict.fromkeys(roots + places))
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator, Mapping
-from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,7 +25,9 @@ FREE = ("load_balance_coeff", "router_dtype", "fp8")
 FLOAT32 = "expert_bias"  # the tensor that is float32 beside others of any dtype
 ROUTER = ("router.", "shared_expert_gate.")  # whose tensors have router_dtype, if there is one
 
-_fail = partial(fail, ValueError, "fused_moe.checkpoint")
+
+def _fail(expected: str, found: object) -> NoReturn:
+    fail(ValueError, "fused_moe.checkpoint", expected, found)
 
 
 # --- settings ---------------------------------------------------------------------------------------------
@@ -64,7 +65,7 @@ def settings_of(config: Any, layer: int | None, overrides: Mapping[str, Any]) ->
             _fail(f"{name}={fixed!r}, as the configuration has it", value)
     if "load_balance_coeff" in settings and overrides.get("load_balance_coeff", 0.0) is None:
         _fail("load_balance_coeff >= 0, as the checkpoint has a bias for the choice of experts", None)
-    return settings | overrides
+    return settings | dict(overrides)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------
@@ -126,7 +127,9 @@ def find(block: Block, source: Mapping[str, Tensor]) -> dict[str, Place]:
             _fail(f"{missing}, for {name} of layer {block.layer}", "no such key")
         wrong = [next(_wrong(source, shape, name, p), None) for p in here]
         if None not in wrong:
-            _fail(*wrong[0])
+            first = wrong[0]
+            assert first is not None
+            _fail(*first)
         found[name] = here[wrong.index(None)]
     used = {key for place in found.values() for key in place.keys}
     for key in there:
@@ -137,7 +140,7 @@ def find(block: Block, source: Mapping[str, Tensor]) -> dict[str, Place]:
 
 def _wrong(
     source: Mapping[str, Tensor], shape: torch.Size, name: str, place: Place
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[tuple[str, object]]:
     """What is expected and found of each tensor that does not fit."""
     stored, dtype = _stored_shape(shape, name, place.source), None
     for key in place.keys:
@@ -212,6 +215,7 @@ def read(
             if key != wanted:
                 tensor = None  # frees it before the next one is read
                 key, tensor = wanted, source[wanted]
+            assert tensor is not None
             if e == 0:
                 out = torch.empty(
                     shapes[name], dtype=dtypes[name] or tensor.dtype, device=device or tensor.device
@@ -363,7 +367,7 @@ def load_blocks(
 ) -> None:
     """Reads layers one after the other, when names, dtypes, shapes and settings of all of them are right."""
     found = [_checked(moe, block, source, method, dequantize) for moe, block in todo]
-    written = []
+    written: list[str] = []
     for (moe, block), (layer, places) in zip(todo, found, strict=True):
         try:
             tensors = _tensors(moe, block, layer, places, method, dequantize)
@@ -429,7 +433,7 @@ def _tensors(
 
 def _write_into(moe: FusedMoE, tensors: Mapping[str, Tensor | quantized.QuantizedWeight]) -> None:
     state = moe.state_dict(keep_vars=True)
-    given = {}
+    given: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, quantized.QuantizedWeight):
             setattr(moe.experts, name.removeprefix("experts."), tensor)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -66,7 +66,9 @@ UNREAD = (".weight_g_idx",) + tuple(
 )
 EXPERTS = ("experts.w1", "experts.w2", "experts.w3")
 
-_fail = partial(fail, ValueError, "fused_moe.checkpoint")
+
+def _fail(expected: str, found: object) -> NoReturn:
+    fail(ValueError, "fused_moe.checkpoint", expected, found)
 
 
 # --- the configuration ------------------------------------------------------------------------------------
@@ -83,11 +85,12 @@ def method_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     method = found.get("quant_method")
     if method not in PARTS:
         _fail(f"a quant_method of {', '.join(PARTS)}", repr(method))
-    for name, known in {
+    checked: dict[str, dict[str, tuple]] = {
         "gptq": {"bits": (4,), "checkpoint_format": ("gptq", "gptq_v2")},
         "awq": {"bits": (4,), "version": ("gemm", "GEMM")},
         "fp8": {"weight_block_size": ([128, 128], (128, 128))},
-    }.get(method, {}).items():
+    }
+    for name, known in checked.get(method, {}).items():
         if name in found and found[name] not in known:
             _fail(f"{name} of quant_method {method} to be {' or '.join(map(repr, known))}", repr(found[name]))
     return found
@@ -222,9 +225,10 @@ def look(
     parts: dict[str, Codes] = {}
     for name, place in ((name, place) for name, places in block.tensors.items() for place in places):
         found = experts if name in EXPERTS else dense
-        codes = Codes(place, kind_of(stored, place.name.removesuffix(".weight").replace("*", "0"), method))
-        if codes.kind is None or name in found:
+        kind = kind_of(stored, place.name.removesuffix(".weight").replace("*", "0"), method)
+        if kind is None or name in found:
             continue
+        codes = Codes(place, kind)
         if place.transposed and codes.kind != "mxfp4":
             _fail(f"{place.name} not to be transposed", f"one that is quantised by {codes.kind}")
         parts |= dict.fromkeys(keys_of(stored, codes, block.settings["num_experts"]), codes)
@@ -233,7 +237,7 @@ def look(
     without = experts.keys() if dtype is not None else experts.keys() | dense.keys()
     tensors = {name: places for name, places in block.tensors.items() if name not in without}
     made = {
-        codes.place.name: partial(_dequantized, stored, codes, method, dtype)
+        codes.place.name: partial(_dequantized, stored, codes, method, cast(torch.dtype, dtype))
         for name, codes in dense.items()
         if name not in without
     }
@@ -266,17 +270,19 @@ def read(
     """The quantised experts of a layer, in FusedMoE's names. `shapes` are theirs by the configuration."""
     if len(layer.experts) == 3 and {codes.kind for codes in layer.experts.values()} == {"gptq"}:
         names = [layer.experts[name].stem for name in ("experts.w1", "experts.w3", "experts.w2")]
-        options = {"zero_offset": _zero_offset(method), "dtype": dtype}
+        options: dict[str, Any] = {"zero_offset": _zero_offset(method), "dtype": dtype}
         made = dict(zip(EXPERTS, from_gptq_experts(layer.stored, *names, **options), strict=True))
         for name in EXPERTS:
             _check(layer.experts[name], made[name], shapes[name])
             yield name, made.pop(name)
         return
-    stem, both = None, None
+    stem: str | None = None
+    both: QuantizedWeight | None = None
     for name, codes in sorted(layer.experts.items(), key=lambda item: item[1].stem):
         if codes.stem != stem:  # gate and up may be in one
             both = None
             stem, both = codes.stem, _load(layer.stored, codes, method, dtype)
+        assert both is not None
         found = _rows(codes, both)
         _check(codes, found, shapes[name])
         yield name, found
@@ -440,6 +446,7 @@ def tensors_of(
     format = format_of(own)
     names = formats.FORMATS[format].names
     data, scale, zero = (own.get(names[key]) if key in names else None for key in ("data", "scale", "zero"))
+    assert data is not None and scale is not None  # `format_of` has found them
     if form is None:
         form = _usual_parts(format, zero is not None, method, place)
     made: dict[str, Tensor] = {}
@@ -466,7 +473,7 @@ def _usual_parts(format: str, has_zero: bool, method: Mapping[str, Any], place: 
     if format == "mxfp4" and "*" not in place.name:
         return {"_blocks": as_is, "_scales": as_is}
     if format in ("int4", "mxfp4"):
-        parts = {".weight_packed": as_is, ".weight_scale": as_is}
+        parts: dict[str, tuple] = {".weight_packed": as_is, ".weight_scale": as_is}
         if format == "int4":
             parts[".weight_shape"] = ("int64", None)
             named = method.get("quant_method")

@@ -189,8 +189,11 @@ def mode_of(fn: str, compute: str | None, weights: tuple) -> str:
         if mode != "int8_smooth" and w._smooth() is not None:
             expected = f"compute 'int8_smooth' with {name}, whose codes were multiplied by its smooth"
             fail(ValueError, fn, expected, repr(mode))
-    if mode != "codes" and len({w.format for _, w in named}) > 1:
-        found = ", ".join(f"{name} of {w.format}" for name, w in named)
+    if mode == "codes":
+        return mode
+    formats = {name: w.format for name, w in named if not isinstance(w, Tensor)}
+    if len(set(formats.values())) > 1:
+        found = ", ".join(f"{name} of {format}" for name, format in formats.items())
         fail(ValueError, fn, f"weights of one format with compute {mode!r}", found)
     return mode
 

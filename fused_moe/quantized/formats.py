@@ -19,7 +19,7 @@ safetensors of compressed-tensors.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ FORMATS = {
 NUMBERS = {name: number for number, name in enumerate(FORMATS)}  # as operators take formats
 
 
-def named_shape(format: str, shape: tuple[int, int, int]) -> tuple[int, ...]:
+def named_shape(format: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the codes of a weight (E, out, in) as the format's checkpoints have them."""
     E, rows, cols = shape
     rules = FORMATS[format]
@@ -76,7 +76,7 @@ def named_shape(format: str, shape: tuple[int, int, int]) -> tuple[int, ...]:
     return E, rows, width // 4 if rules.layout == "words" else width
 
 
-def scale_shapes(format: str, shape: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+def scale_shapes(format: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The shapes that scales of a weight (E, out, in) may have; none if the weight has no such format."""
     E, rows, cols = shape
     if FORMATS[format].block == "square_128":
@@ -90,10 +90,10 @@ def scale_shapes(format: str, shape: tuple[int, int, int]) -> list[tuple[int, in
 def width_multiple(format: str, group_size: int | None) -> int:
     """What the input width of a weight has to be a multiple of. group_size: where a format has several."""
     groups = FORMATS[format].groups
-    return group_size if len(groups) > 1 else next(iter(groups), 1)
+    return cast(int, group_size) if len(groups) > 1 else next(iter(groups), 1)
 
 
-def parts(shape: tuple[int, int, int]) -> list[slice]:
+def parts(shape: tuple[int, ...]) -> list[slice]:
     """The experts of a weight, some at a time."""
     E, rows, cols = shape
     step = max(1, PART // (rows * cols))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -223,6 +223,7 @@ def from_gptq_experts(
     if _first_out_of_order(w2.g_idx, w2.group) is not None:
         for tensors in sources[:2]:
             _check_no_bias(tensors)
+        assert w2.g_idx is not None
         groups, order = torch.sort(w2.g_idx, stable=True)
         if _first_out_of_order(groups, w2.group) is not None:
             expected = f"{down}.g_idx with {w2.group} columns in each group"
@@ -232,7 +233,8 @@ def from_gptq_experts(
             w._replace(data=_rows(w.data, order), scale=_rows(w.scale, order), zero=_rows(w.zero, order))
             for w in (w1, w3)
         )
-    return tuple(_int4(w.data, w.scale, w.zero, dtype) for w in (w1, w2, w3))
+    first, second, third = (_int4(w.data, w.scale, w.zero, dtype) for w in (w1, w2, w3))
+    return first, second, third
 
 
 def from_awq(
@@ -376,7 +378,7 @@ class _Tensors:
             check_device(fn, key, tensor, keys[0], tensors[0])
             for size, expected in zip(tensor.shape, shape or (), strict=False):
                 if isinstance(expected, int) and size != expected:
-                    sizes = ", ".join(map(str, shape))
+                    sizes = ", ".join(map(str, shape or ()))
                     fail(ValueError, fn, f"{key} of shape ({sizes})", tuple(tensor.shape))
             first = int(self.stacked)
             if multiple > 1 and tensor.size(first) % multiple:
@@ -463,7 +465,7 @@ def _plain_codes(tensors: _Tensors, dtype: torch.dtype) -> QuantizedWeight:
     return QuantizedWeight(data, scale, format=format, shape=data.shape, dtype=dtype)
 
 
-def _check_weight_shape(tensors: _Tensors, shape: tuple[int, int, int]) -> None:
+def _check_weight_shape(tensors: _Tensors, shape: tuple[int, ...]) -> None:
     if ".weight_shape" not in tensors:
         return
     stored = tensors.get(".weight_shape", (torch.int64, torch.int32), None)
@@ -519,7 +521,7 @@ class _Gptq(NamedTuple):
     group: int
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         E, rows, width = self.data.shape
         return E, rows, 2 * width
 
@@ -544,6 +546,10 @@ def _columns(data: Tensor, order: Tensor) -> Tensor:
     )
 
 
+@overload
+def _rows(tensor: Tensor, order: Tensor) -> Tensor: ...
+@overload
+def _rows(tensor: Tensor | None, order: Tensor) -> Tensor | None: ...
 def _rows(tensor: Tensor | None, order: Tensor) -> Tensor | None:
     """A tensor (E, out, n) with its rows in the order of each expert."""
     if tensor is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +74,7 @@ def quantize(
         if compute == "int8_smooth":
             smooth = from_weights(weight) if smooth is None else smooth
             check_smooth(FN, "smooth", smooth, weight.size(0), weight.size(2), weight.device)
-        return _quantized(weight, format, options, smooth, settings)
+        return _quantized(weight, format, options, cast("Tensor | None", smooth), settings)
     layers = {
         name: (experts, [w for w in ("w1", "w2", "w3") if isinstance(getattr(experts, w), nn.Parameter)])
         for name, experts in experts_in(FN, module_or_weight).items()
@@ -177,7 +178,9 @@ def _quantized(
 ) -> QuantizedWeight:
     w = weight.detach()
     scale_dtype = None if settings["compute"] == "codes" else torch.float32
-    tensors = formats.encode(w, format, **options, scale_dtype=scale_dtype, smooth=smooth)
+    data, scale, zero = formats.encode(w, format, **options, scale_dtype=scale_dtype, smooth=smooth)
     # w1 and w3 have the same factors, but safetensors saves no two tensors in the same memory.
-    own = {"shape": tuple(w.shape), "dtype": w.dtype, "smooth": None if smooth is None else smooth.clone()}
-    return QuantizedWeight(*tensors, format=format, **own, **settings)
+    smooth = None if smooth is None else smooth.clone()
+    return QuantizedWeight(
+        data, scale, zero, format=format, shape=tuple(w.shape), dtype=w.dtype, smooth=smooth, **settings
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol, cast
+
 from torch import nn
 
 from ..checks import fail
@@ -9,6 +11,12 @@ from .weight import QuantizedWeight
 
 # The name of a module's child whose `refresh(module)` makes anew what is kept beside the module's parameters.
 KEPT = "_fused_moe_weights"
+
+
+class Refreshable(Protocol):
+    """What is kept beside a module's weights."""
+
+    def refresh(self, module: nn.Module) -> None: ...
 
 
 def refresh_weights(module: nn.Module) -> None:
@@ -41,4 +49,4 @@ def refresh_weights(module: nn.Module) -> None:
             part.refresh()
         kept = part._modules.get(KEPT)
         if kept is not None:
-            kept.refresh(part)
+            cast(Refreshable, kept).refresh(part)

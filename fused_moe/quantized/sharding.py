@@ -7,17 +7,22 @@ integers of the same bits. What is gathered, and what a state_dict has, are of t
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeGuard, cast
+
 import torch
 from torch import Tensor, nn
 
 from ..checks import fail
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 # FSDP2 takes integers from this version on. Before, it casts them and wants them to require gradients.
-TAKES_INTEGERS = torch.__version__ >= (2, 13)
+TAKES_INTEGERS = torch.__version__ >= (2, 13)  # type: ignore[operator]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor."""
     if type(tensor) in (Tensor, nn.Parameter) or not torch.distributed.is_available():
         return False
@@ -55,7 +60,7 @@ def viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.no_grad()
 def local_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The bits of this rank's shard."""
-    return tensor.to_local().view(dtype)
+    return cast("DTensor", tensor).to_local().view(dtype)
 
 
 @torch.no_grad()
@@ -64,7 +69,8 @@ def like(tensor: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
-    mesh, placements = tensor.device_mesh, tensor.placements
+    own = cast("DTensor", tensor)
+    mesh, placements = own.device_mesh, own.placements
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )

@@ -8,6 +8,7 @@ mean 1 in each expert: a common factor would change scales, but no code.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from ..activation import activate, activation_of
 from ..checks import check_plain, check_real, fail
 from ..finding import experts_in
 from ..ops import ops, route_plan, run
+
+if TYPE_CHECKING:
+    from ..module import Experts
 
 FN = "smooth_from"
 
@@ -91,9 +95,10 @@ def from_weights(*weights: Tensor) -> Tensor:
     return _normalised(_column_peaks(weights).rsqrt())
 
 
-def from_experts(experts: nn.Module) -> tuple[Tensor, Tensor]:
+def from_experts(experts: Experts) -> tuple[Tensor, Tensor]:
     """smooth1 (E, D) and smooth2 (E, F) of the experts' weights alone."""
-    w1, w2, w3 = (None if w is None else w.detach() for w in experts.weights)
+    w1, w2, w3 = experts.weights
+    w1, w2, w3 = w1.detach(), w2.detach(), None if w3 is None else w3.detach()
     return from_weights(w1) if w3 is None else from_weights(w1, w3), from_weights(w2)
 
 
@@ -113,7 +118,7 @@ def _normalised(factors: Tensor) -> Tensor:
 class _Peaks:
     """The largest magnitudes that each expert's x and act(w1 x) * (w3 x) had in each channel."""
 
-    def __init__(self, experts: nn.Module):
+    def __init__(self, experts: Experts):
         E, D, F = experts.w2.shape
         self.experts, self.is_called = experts, False
         new = experts.w2.new_zeros
@@ -121,7 +126,7 @@ class _Peaks:
         self.x, self.a = (new(E + 1, width, dtype=torch.float32, requires_grad=False) for width in (D, F))
         self.counts = new(E, dtype=torch.int64, requires_grad=False)
 
-    def see(self, experts: nn.Module, args: tuple) -> None:
+    def see(self, experts: Experts, args: tuple) -> None:
         """A hook before the experts' forward."""
         x, _, ids = args[:3]
         plan = route_plan(ids, experts.num_experts)
@@ -144,7 +149,8 @@ class _Peaks:
         for peaks, weights in ((self.x, of_x), (self.a, (w2,))):
             measured = peaks[:-1].pow(alpha) / _column_peaks(weights).pow(1 - alpha)
             found.append(torch.where(has_tokens, _normalised(measured), from_weights(*weights)))
-        return tuple(found)
+        smooth1, smooth2 = found
+        return smooth1, smooth2
 
 
 def _call(module: nn.Module, batch) -> None:

@@ -38,7 +38,7 @@ def foreign_format(format: str, state_dict: Mapping, prefix: str) -> str | None:
     return None
 
 
-def wrong_tensors(format: str, shape: tuple[int, int, int], given: dict[str, Tensor]) -> dict[str, str]:
+def wrong_tensors(format: str, shape: tuple[int, ...], given: dict[str, Tensor]) -> dict[str, str]:
     """{data, scale or zero: what is wrong}. nn.Module compares shapes, but not of new zero points."""
     rules = FORMATS[format]
     dtypes = {
@@ -67,12 +67,12 @@ def wrong_tensors(format: str, shape: tuple[int, int, int], given: dict[str, Ten
 
 
 def replacements(
-    format: str, shape: tuple[int, int, int], own: dict[str, Tensor | None], given: dict[str, Tensor]
+    format: str, shape: tuple[int, ...], own: dict[str, Tensor | None], given: dict[str, Tensor]
 ) -> dict[str, Tensor | None]:
     """{scale or zero: the given tensor, whose shape and dtype the parameter has to take}; None for zero
     points that go, because the state_dict has codes and scales without them. Those on meta are missing."""
     scale_shapes = formats.scale_shapes(format, shape)
-    found = {}
+    found: dict[str, Tensor | None] = {}
     for key in ("scale", "zero"):
         tensor, parameter = given.get(key), own.get(key)
         if tensor is None or tuple(tensor.shape) not in scale_shapes:

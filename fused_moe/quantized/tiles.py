@@ -57,7 +57,7 @@ ORDER = {1: (0, 1, 5, 3, 2, 4, 8, 6, 7, 9), 2: (0, 1, 5, 3, 2, 4, 9, 6, 8, 7)}
 
 def are_wanted(
     device: torch.device,
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     format: str,
     dtype: torch.dtype,
     scale_dtype: torch.dtype,
@@ -73,7 +73,7 @@ def have_kernels(format: str, dtype: torch.dtype, scale_dtype: torch.dtype) -> b
     return dtype != torch.float16 or (FORMATS[format].code == "int4" and scale_dtype == dtype)
 
 
-def fit(shape: tuple[int, int, int]) -> bool:
+def fit(shape: tuple[int, ...]) -> bool:
     return shape[1] % TILE == 0 and shape[2] % TILE == 0
 
 
@@ -101,13 +101,13 @@ def parameter_shape(tiles: tuple[int, ...], published: tuple[int, ...]) -> tuple
     return tuple(tiles)
 
 
-def data_shape(format: str, shape: tuple[int, int, int]) -> tuple[int, int, int, int]:
+def data_shape(format: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the tiles of codes of a weight (E, out, in)."""
     E, rows, cols = shape
     return E, rows // TILE, cols // TILE, TILE * TILE // FORMATS[format].per_byte
 
 
-def scale_shape(format: str, rows: int, scale: tuple[int, int, int]) -> tuple[int, int, int, int]:
+def scale_shape(format: str, rows: int, scale: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the tiles of scales of a published shape, of a weight with `rows` rows."""
     E, row_blocks, num_scales = scale
     by_row = FORMATS[format].groups or row_blocks == rows
@@ -120,14 +120,14 @@ def scale_parameter(format: str, rows: int, scale: Tensor) -> tuple[tuple[int, .
     return shape, scale.dtype if FORMATS[format].per_byte == 2 else torch.float32
 
 
-def data_of(parameter: Tensor, shape: tuple[int, int, int]) -> Tensor:
+def data_of(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The tiles of codes of a weight (E, out, in)."""
     if parameter.dim() == 4:
         return parameter
     return parameter.unflatten(1, (shape[1] // TILE, shape[2] // TILE, -1))
 
 
-def scale_of(format: str, parameter: Tensor, shape: tuple[int, int, int]) -> Tensor:
+def scale_of(format: str, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The tiles of scales or zero points of a weight (E, out, in)."""
     if parameter.dim() == 4:
         return parameter
@@ -142,7 +142,7 @@ def scale_of(format: str, parameter: Tensor, shape: tuple[int, int, int]) -> Ten
 # --- codes ------------------------------------------------------------------------------------------------
 
 
-def tiled_data(format: str, data: Tensor, shape: tuple[int, int, int], out: Tensor | None = None) -> Tensor:
+def tiled_data(format: str, data: Tensor, shape: tuple[int, ...], out: Tensor | None = None) -> Tensor:
     """The tiles (E, out / 64, in / 64, B) of codes as QuantizedWeight takes them, in data's dtype; written to
     `out` if that is given. Some experts at a time, as on the way back: temporaries stay small."""
     E, rows, cols = shape
@@ -158,9 +158,7 @@ def tiled_data(format: str, data: Tensor, shape: tuple[int, int, int], out: Tens
     return out
 
 
-def transposed_data(
-    format: str, data: Tensor, shape: tuple[int, int, int], out: Tensor | None = None
-) -> Tensor:
+def transposed_data(format: str, data: Tensor, shape: tuple[int, ...], out: Tensor | None = None) -> Tensor:
     """The tiles (E, in / 64, out / 64, B) of the transposed weight's codes; data and `out` are as in
     `tiled_data`."""
     E, rows, cols = shape
@@ -219,7 +217,7 @@ def _gathered(tiles: Tensor) -> Tensor:
 # --- scales and zero points -------------------------------------------------------------------------------
 
 
-def tiled_scale(format: str, scale: Tensor, shape: tuple[int, int, int], out: Tensor | None = None) -> Tensor:
+def tiled_scale(format: str, scale: Tensor, shape: tuple[int, ...], out: Tensor | None = None) -> Tensor:
     """The tiles (E, out / 64, c, S) of scales or zero points as QuantizedWeight takes them; written to `out`
     if that is given."""
     rows = shape[1]
@@ -232,9 +230,7 @@ def tiled_scale(format: str, scale: Tensor, shape: tuple[int, int, int], out: Te
     return _stored(format, tiles, out)
 
 
-def transposed_scale(
-    format: str, scale: Tensor, shape: tuple[int, int, int], out: Tensor | None = None
-) -> Tensor:
+def transposed_scale(format: str, scale: Tensor, shape: tuple[int, ...], out: Tensor | None = None) -> Tensor:
     """The scales or zero points of the second packing; scale and `out` are as in `tiled_scale`."""
     E, rows, cols = shape
     if not (FORMATS[format].groups or scale.size(1) == rows):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,11 @@ from . import computing, formats, sharding, state, tiles
 from .copies import Copies
 from .formats import FORMATS
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 FN = "QuantizedWeight"
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 class QuantizedWeight(nn.Module):
@@ -75,6 +81,9 @@ class QuantizedWeight(nn.Module):
     _checked: tuple = ()  # shapes of parameters that were found right
     _sharded_dtypes: dict[str, torch.dtype] = {}  # of parameters that are integers while they are sharded
 
+    if TYPE_CHECKING:
+        smooth: Tensor | None
+
     def __init__(
         self,
         data: Tensor,
@@ -82,7 +91,7 @@ class QuantizedWeight(nn.Module):
         zero: Tensor | None = None,
         *,
         format: str,
-        shape: tuple[int, int, int],
+        shape: tuple[int, ...],
         dtype: torch.dtype = torch.bfloat16,
         trainable: bool = False,
         compute: str = "codes",
@@ -285,7 +294,11 @@ class QuantizedWeight(nn.Module):
         """Returns 3."""
         return 3
 
-    def size(self, dim: int | None = None):
+    @overload
+    def size(self, dim: None = None) -> torch.Size: ...
+    @overload
+    def size(self, dim: int) -> int: ...
+    def size(self, dim: int | None = None) -> torch.Size | int:
         """Returns (E, out, in), or one of them."""
         return self.shape if dim is None else self.shape[dim]
 
@@ -302,6 +315,10 @@ class QuantizedWeight(nn.Module):
         own = self._parameters
         return own["smooth"] if "smooth" in own else self.smooth
 
+    @overload
+    def _of(self, name: Literal["data", "scale"]) -> Tensor: ...
+    @overload
+    def _of(self, name: str) -> Tensor | None: ...
     def _of(self, name: str) -> Tensor | None:
         own, parameters = FORMATS[self.format].names.get(name), self._parameters
         if own in parameters:  # an attribute takes ten times as long
@@ -310,7 +327,8 @@ class QuantizedWeight(nn.Module):
 
     def _all(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """data, scale and zero as they are stored. Every call of operators asks for them twice."""
-        own, names = self._parameters, FORMATS[self.format].names
+        own: dict[str, Any] = self._parameters
+        names = FORMATS[self.format].names
         if len(own) <= len(names):  # beside smooth; some are plain attributes
             return self._of("data"), self._of("scale"), self._of("zero")
         zero = own[names["zero"]] if "zero" in names else None
@@ -322,19 +340,27 @@ class QuantizedWeight(nn.Module):
             return tiles.data_of(parameter, self.shape)
         return tiles.scale_of(self.format, parameter, self.shape)
 
+    @overload
+    def _published(self, name: Literal["data", "scale"]) -> Tensor: ...
+    @overload
+    def _published(self, name: str) -> Tensor | None: ...
     def _published(self, name: str) -> Tensor | None:
         """data, scale or zero as the constructor takes them."""
         stored = self._of(name)
-        if not self.is_tiled:
-            return _codes(self.format, stored) if name == "data" else stored
         if stored is None:
             return None
+        if not self.is_tiled:
+            return _codes(self.format, stored) if name == "data" else stored
         stored = self._tiles_of(name, stored)
         if name == "data":
             return tiles.published_data(self.format, stored)
         dtype = self._scale_dtype if name == "scale" else stored.dtype
         return tiles.published_scale(self.format, stored, dtype)
 
+    @overload
+    def _given(self, name: Literal["data", "scale"]) -> Tensor: ...
+    @overload
+    def _given(self, name: str) -> Tensor | None: ...
     def _given(self, name: str) -> Tensor | None:
         """The same for users, who might write into it."""
         self._copies.check()
@@ -347,10 +373,10 @@ class QuantizedWeight(nn.Module):
     def _is_sharded(self) -> bool:
         return sharding.is_sharded(self._of("scale"))
 
-    def _as_sharded(self, name: str, shards: Tensor) -> nn.Parameter:
+    def _as_sharded(self, name: str, shards: DTensor) -> Tensor:
         """A parameter's shards as they are stored. What is kept beside them, of all experts, is dropped."""
         self._drop_kept()
-        if self.is_tiled and any(p.is_shard() and p.dim != 0 for p in shards.placements):
+        if self.is_tiled and any(p.is_shard() and p.dim != 0 for p in shards.placements):  # type: ignore[attr-defined]
             fail(ValueError, FN, "shards of experts, Shard(0), of a weight in tiles", shards.placements)
         if not (shards.is_floating_point() and sharding.TAKES_INTEGERS):
             return shards
@@ -392,7 +418,9 @@ class QuantizedWeight(nn.Module):
         if self._is_sharded:
             return self._published_shards()
         stored = {name: self._published(name) for name in ("data", "scale", "zero")}
-        stored["data"] = _as_named(self.format, stored["data"])
+        codes = stored["data"]
+        assert codes is not None
+        stored["data"] = _as_named(self.format, codes)
         names = FORMATS[self.format].names
         return {names[key]: _frozen(tensor) for key, tensor in stored.items() if tensor is not None}
 
@@ -427,6 +455,7 @@ class QuantizedWeight(nn.Module):
 
     def _wanted(self) -> tuple[str, ...]:
         """The names of what is to be kept beside the parameters."""
+        of_eight_bits: tuple[str, ...]
         if self.compute == "codes" or not computing.runs_on(self.format, self.device):
             of_eight_bits = ()
         elif self.is_tiled:
@@ -450,7 +479,9 @@ class QuantizedWeight(nn.Module):
             into = None if out is None else self._tiles_of(key, out)
             tiled = convert(self.format, tensor, self.shape, into)
             if out is None:
-                shape = tiles.parameter_shape(tiled.shape, self._parameters[names[key]].shape)
+                parameter = self._parameters[names[key]]
+                assert parameter is not None
+                shape = tiles.parameter_shape(tiled.shape, parameter.shape)
                 out = _frozen(tiled.view(shape))
                 self._drop_kept()  # it may have other sizes
             self._parameters[names[key]] = out
@@ -602,13 +633,13 @@ def _called(w: QuantizedWeight) -> QuantizedWeight:
     return _of_tensors(w, dict(zip(w._parameters, found, strict=True)))
 
 
-def _of_tensors(w: QuantizedWeight, tensors: dict[str, Tensor | None]) -> QuantizedWeight:
+def _of_tensors(w: QuantizedWeight, tensors: Mapping[str, Tensor | None]) -> QuantizedWeight:
     """A weight that is w but for its tensors, and without w's hooks."""
     other = object.__new__(QuantizedWeight)
     vars(other).update(vars(w) | vars(nn.Module()))
     vars(other).pop("forward", None)
     vars(other).pop("_compiled_call_impl", None)
-    other._parameters = tensors
+    other._parameters = cast("dict[str, nn.Parameter | None]", tensors)
     return other
 
 
@@ -649,7 +680,7 @@ def _full_name(name: str, w: QuantizedWeight, key: str) -> str:
 
 
 def _right_shapes(
-    format: str, shape: tuple[int, int, int], data: tuple[int, ...], scale: tuple[int, ...]
+    format: str, shape: tuple[int, ...], data: tuple[int, ...], scale: tuple[int, ...]
 ) -> tuple[list[tuple[int, ...]], ...]:
     """The shapes that parameters of a weight (E, out, in) may have beside these."""
     named, scales = formats.named_shape(format, shape), formats.scale_shapes(format, shape)
@@ -664,18 +695,19 @@ def _right_shapes(
 def _dequantized(w: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
     check_weight(FN, "", w)
     w._copies.check()
-    published = (w._published(name) for name in ("data", "scale", "zero"))
-    return formats.dequantize(w.format, *published, dtype or w.dtype)
+    data, scale, zero = w._published("data"), w._published("scale"), w._published("zero")
+    return formats.dequantize(w.format, data, scale, zero, dtype or w.dtype)
 
 
 def _is_size(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _if_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
+def _if_on(device: torch.device, tensor: AnyTensor | None) -> AnyTensor | None:
     """The tensor if it can be written there."""
-    is_there = tensor is not None and tensor.device == device
-    return tensor if is_there and (torch.is_inference_mode_enabled() or not tensor.is_inference()) else None
+    if tensor is None or tensor.device != device:
+        return None
+    return tensor if torch.is_inference_mode_enabled() or not tensor.is_inference() else None
 
 
 def _applied(fn, tensor: Tensor) -> Tensor:
@@ -689,6 +721,10 @@ def _applied(fn, tensor: Tensor) -> Tensor:
     return tensor.detach().to(found.device)  # .type(dtype) casts integers, too
 
 
+@overload
+def _frozen(tensor: Tensor) -> nn.Parameter: ...
+@overload
+def _frozen(tensor: Tensor | None) -> nn.Parameter | None: ...
 def _frozen(tensor: Tensor | None) -> nn.Parameter | None:
     return None if tensor is None else nn.Parameter(tensor.detach().contiguous(), requires_grad=False)
 
@@ -730,7 +766,7 @@ def untraced():
         torch._C._set_tracing_state(state)
 
 
-def _check_shape(name: str, tensor: Tensor, shapes: list[tuple[int, int, int]]) -> None:
+def _check_shape(name: str, tensor: Tensor, shapes: list[tuple[int, ...]]) -> None:
     if tuple(tensor.shape) not in shapes:
         expected = " or ".join(map(str, shapes))
         fail(ValueError, FN, f"{name} of shape {expected}", tuple(tensor.shape))

@@ -62,8 +62,8 @@ def check_interface() -> None:
         if found != expected:
             name = function.__qualname__
             raise TypeError(f"{name} expected to take {', '.join(expected)}, found {', '.join(found)}")
-    for cls, expected in FIELDS.items():
-        if missing := expected - {field.name for field in fields(cls)}:
+    for cls, needed in FIELDS.items():
+        if missing := needed - {field.name for field in fields(cls)}:
             raise TypeError(f"{cls.__name__} expected fields {', '.join(sorted(missing))}, found none")
 
 

@@ -56,10 +56,10 @@ def register() -> None:
             importlib.import_module(f".{part}", __name__).register()
         except Exception as error:  # an engine without us is better than none
             failed.setdefault(f"{type(error).__name__}: {error}", []).append(part)
-    for error, names in failed.items():
+    for message, names in failed.items():
         logger.warning(
             "fused_moe does not fit vLLM %s, whose own experts are used (%s layers): %s",
-            __version__, ", ".join(names), error,
+            __version__, ", ".join(names), message,
         )  # fmt: skip
 
 
@@ -75,6 +75,6 @@ def _named(
     value = os.environ.get(variable, default)
     found = words.get(value, tuple(value.split(",")))
     if unknown := set(found) - {*names}:
-        expected, unknown = ", ".join((*words, *names)), ", ".join(map(repr, sorted(unknown)))
-        raise ValueError(f"{variable} expected {expected}, found {unknown}")
+        expected, found_words = ", ".join((*words, *names)), ", ".join(map(repr, sorted(unknown)))
+        raise ValueError(f"{variable} expected {expected}, found {found_words}")
     return found

@@ -136,7 +136,7 @@ def why_no_kernels() -> str | None:
     return None if tier.startswith("on") else f"Hopper's kernels are {tier}"
 
 
-def check_interface(method: type) -> None:
+def check_interface(method: type[FusedMoEMethodBase]) -> None:
     """TypeError where vLLM's interface is another than ours and that of `method`, our class of methods."""
     for name in ("__init__", "workspace_shapes", "apply"):
         check_arguments(name, getattr(FusedMoEExperts, name), getattr(mk.FusedMoEExpertsModular, name))

@@ -21,7 +21,7 @@ of eight_bit.py `fused_experts` quantises them; elsewhere they stay as they are.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -64,6 +64,8 @@ class QuantizedMethod:
     """
 
     NAMES: dict[str, str] = {}
+    moe: Any  # this and the next are those of vLLM's class
+    quant_config: Any
     is_monolithic = False
     supports_eplb = True
     supports_pre_processed_weights = False  # of another process, in the layout of vLLM's kernels
@@ -156,7 +158,7 @@ def method_of(theirs, layer: RoutedExperts) -> tuple[object, str | None]:
     if (reason := why_not(layer.moe_config)) is not None:
         return theirs, reason
     try:
-        ours = object.__new__(cls)
+        ours: QuantizedMethod = object.__new__(cls)
         vars(ours).update(vars(theirs), experts_cls=FusedMoEExperts)
         reason = _why_not_engine() or ours.why_not(layer)
     except Exception as error:  # an engine without us is better than none
