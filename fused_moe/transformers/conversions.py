@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,11 +23,14 @@ from transformers.integrations.moe import use_experts_implementation
 from .experts import settings_of
 from .weights import first_name
 
+if TYPE_CHECKING:
+    from .weights import ExpertsModule
+
 WEIGHTS = {"gate_up_proj", "up_proj", "down_proj"}
 _OF_AN_EXPERT = re.compile(r"experts\.\*\.\w+\.weight$")
 
 
-def why_not_stacked(model: nn.Module, found: list[nn.Module]) -> str | None:
+def why_not_stacked(model: nn.Module, found: list[ExpertsModule]) -> str | None:
     """Why a checkpoint does not have each expert's matrices as rows of the model's weights."""
     for experts in found:
         settings = settings_of(experts)
@@ -48,7 +52,7 @@ def _targets(converter) -> set[str]:
     return {target.rpartition(".")[2] for target in converter.target_patterns}
 
 
-def _only_merges(model: nn.Module, found: list[nn.Module]) -> bool:
+def _only_merges(model: nn.Module, found: list[ExpertsModule]) -> bool:
     """Whether transformers makes the stacked weights by stacking experts, and gate above up, alone."""
     merged = set()
     for converter in _converters_of_experts(model):
@@ -89,7 +93,7 @@ def dense_names(model: PreTrainedModel, outside: list[str]) -> list[str]:
     return names
 
 
-def as_fp8(experts: nn.Module, config) -> FP8Experts | None:
+def as_fp8(experts: ExpertsModule, config) -> FP8Experts | None:
     """The FP8Experts, without memory, that transformers' quantizer would have in the place of experts, if its
     class can be made for them."""
     own = {"has_bias": experts.has_bias, "has_gate": experts.has_gate}

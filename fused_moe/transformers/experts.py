@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.modeling_utils import ALL_EXPERTS_FUNCTIONS, PreTrainedModel
 
@@ -19,11 +20,14 @@ from ..quantized import QuantizedWeight
 from .gates import gate_of
 from .weights import NAME, first_name, unknown_storage, weight_of
 
+if TYPE_CHECKING:
+    from .weights import ExpertsModule
+
 _warned: set[tuple[str, str]] = set()
 
 
 def experts_forward(
-    experts: nn.Module,
+    experts: ExpertsModule,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -104,7 +108,7 @@ def experts_forward(
     return out.to(hidden_states.dtype)
 
 
-def _compute_of_call(experts: nn.Module, x: Tensor, compute: str, lora: LoRA | None) -> str | None:
+def _compute_of_call(experts: ExpertsModule, x: Tensor, compute: str, lora: LoRA | None) -> str | None:
     """None for what the weights say. In training quantised weights are computed so that there are gradients,
     and so they are on GPUs beside float32, which 8-bit kernels do not take. Nor do they take adapters."""
     is_wide = x.dtype == torch.float32 and x.is_cuda and not torch.is_autocast_enabled("cuda")
@@ -115,7 +119,7 @@ def _compute_of_call(experts: nn.Module, x: Tensor, compute: str, lora: LoRA | N
 ADAPTERS = "_fused_moe_adapters"  # {name: (a, b, scale)} of weights, in the experts while PEFT calls them
 
 
-def _lora_of(experts: nn.Module, x: Tensor, first: str) -> LoRA | None:
+def _lora_of(experts: ExpertsModule, x: Tensor, first: str) -> LoRA | None:
     """The adapters of this call."""
     own = experts._modules.get("parametrizations", {})
     for name in (first, "down_proj"):
@@ -138,7 +142,7 @@ def _lora_of(experts: nn.Module, x: Tensor, first: str) -> LoRA | None:
     return LoRA(*tensors, scale=s2 if s1 is None else s1)
 
 
-def _why_not_fp8(experts: nn.Module, x: Tensor, w2: Tensor, top_k: int) -> str | None:
+def _why_not_fp8(experts: ExpertsModule, x: Tensor, w2: Tensor, top_k: int) -> str | None:
     """Why float experts compute in their own dtype where FP8 is asked for; None: they compute in FP8."""
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
@@ -163,7 +167,7 @@ def _fp8_training() -> Fp8Training:
     return _GATHERED if dist.is_available() and dist.is_initialized() else _WHOLE
 
 
-def settings_of(experts: nn.Module) -> dict | str:
+def settings_of(experts: ExpertsModule) -> dict | str:
     """The layout and activation of these experts, or the name of the part that is not supported."""
     if getattr(experts, "has_post_expert_norm", False):  # newer than the other flags
         return "the norm after each expert"
@@ -194,7 +198,7 @@ def set_default(is_ours: bool) -> None:
 # --- experts that we do not compute -----------------------------------------------------------------------
 
 
-def _their_forward(experts: nn.Module, reason: str):
+def _their_forward(experts: ExpertsModule, reason: str):
     """What transformers would run without us. From now on the configuration says so: generate() changes the
     experts of a model to batched_mm while it decodes, if the configuration has grouped_mm."""
     registry = ALL_FP8_EXPERTS_FUNCTIONS if isinstance(experts, FP8Experts) else ALL_EXPERTS_FUNCTIONS
@@ -226,7 +230,7 @@ def _subclasses(parent: type) -> Iterator[type]:
         yield from _subclasses(child)
 
 
-def _eager_forward(experts: nn.Module):
+def _eager_forward(experts: ExpertsModule):
     """The forward of the class itself. FP8Experts is decorated anew for each layer of a model."""
     forward = type(experts).forward
     while hasattr(forward, "__wrapped__"):

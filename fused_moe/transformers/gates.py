@@ -17,6 +17,7 @@ import itertools
 import math
 import types
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ from transformers.integrations.moe import _default_apply_gate
 from ..activation import ACTIVATIONS, CONSTANTS, activate
 from ..quantized.weight import untraced
 
+if TYPE_CHECKING:
+    from .weights import ExpertsModule
+
 # Modules whose class tells what they compute. Others are copied with their constants.
 _NAMES = "silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"
 _PLAIN = {type(module): module for module in map(ACT2FN.__getitem__, _NAMES)}
@@ -37,7 +41,7 @@ _SIMPLE = (int, float, bool, str, type(None))
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
-def gate_of(experts: nn.Module) -> dict | str:
+def gate_of(experts: ExpertsModule) -> dict | str:
     """The layout of these experts, their activation and its constants, or the name of what is not known."""
     own, experts_class, constants = vars(experts), None, []
     if "_apply_gate" in own:

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter, defaultdict
 from functools import reduce
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -28,8 +28,11 @@ from .conversions import as_fp8, why_not_stacked
 from .experts import settings_of
 from .weights import NAMES, PARTS, add_hook, experts_of, first_name
 
+if TYPE_CHECKING:
+    from .weights import ExpertsModule
 
-def _pack(experts: nn.Module, name: str, parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+
+def _pack(experts: ExpertsModule, name: str, parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
     """Replaces a weight, before it is loaded, by the parameters that the checkpoint has in its place."""
     device = getattr(experts, name).device
     delattr(experts, name)
@@ -40,7 +43,7 @@ def _pack(experts: nn.Module, name: str, parts: dict[str, tuple[tuple[int, ...],
     experts._is_hf_initialized = True  # or transformers would draw values for the weight that has gone
 
 
-def _sizes(experts: nn.Module, name: str) -> tuple[int, int, int]:
+def _sizes(experts: ExpertsModule, name: str) -> tuple[int, int, int]:
     """E, out and in of a weight."""
     E, rows, cols = getattr(experts, name).shape
     return (E, cols, rows) if experts.is_transposed else (E, rows, cols)
@@ -96,7 +99,7 @@ class _Packed:
 
     is_packed = False
 
-    def _ours(self, model: nn.Module, use_kernels: bool) -> list[tuple[str, nn.Module]]:
+    def _ours(self, model: nn.Module, use_kernels: bool) -> list[tuple[str, ExpertsModule]]:
         """The experts that may stay packed, and their names. Kernels of the hub replace layers as a whole."""
         if use_kernels or self.quantization_config.dequantize or not self.pre_quantized:
             return []
@@ -149,7 +152,7 @@ class _Packed:
                     )
 
 
-def _packed_parameters(experts: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _packed_parameters(experts: ExpertsModule) -> list[tuple[str, nn.Parameter]]:
     """Those that are codes, or belong to codes."""
     own = experts.named_parameters(recurse=False)
     return [(n, p) for n, p in own if p.element_size() == 1 or n.endswith((*PARTS[1:], "_shape"))]
@@ -328,7 +331,7 @@ def _parts(
     return parts
 
 
-def _not_packed(model: nn.Module, found: list[nn.Module], scheme: _Scheme, stored: dict) -> str | None:
+def _not_packed(model: nn.Module, found: list[ExpertsModule], scheme: _Scheme, stored: dict) -> str | None:
     """Why experts cannot be used as they are stored."""
     args, inputs = scheme.weights, scheme.inputs
     is_int4 = scheme.codes == torch.int32

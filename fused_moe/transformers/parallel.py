@@ -8,9 +8,11 @@ there, the host waits once, for the sizes. Source of the method: DeepSeek-V3 (ar
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed._functional_collectives as collectives
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP
@@ -23,12 +25,15 @@ from ..plan import tensors_again
 from .experts import settings_of
 from .weights import NAME, NAMES, is_experts
 
+if TYPE_CHECKING:
+    from .weights import ExpertsModule
+
 
 class FusedEP(AutoEP):
     """transformers' default, which for inference on a batch that all ranks share moves no token, with this
     exchange in place of its own."""
 
-    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh):
+    def __init__(self, experts: ExpertsModule, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh):
         if reason := _why_not_ours(experts):
             fail(ValueError, f"ep_implementation={NAME!r}", "experts that fused_moe computes", reason)
         super().__init__(experts, ep_mesh, tp_mesh)
@@ -50,6 +55,7 @@ class FusedEP(AutoEP):
         counts = torch.stack((plan.counts, route_plan(slot_ranks, N).counts), 1)  # a rank's rows and slots
         arriving = collectives.wait_tensor(collectives.all_to_all_single(counts, None, None, group))
         (sent, _), (received, slots) = torch.stack((counts, arriving)).transpose(1, 2).tolist()
+        assert plan.row_token is not None and plan.row_slot is not None
         row_token, row_slot = (rows[: sum(sent)] for rows in (plan.row_token, plan.row_slot))
         plan = plan._replace(row_token=row_token, row_slot=row_slot)  # with no row past the last
 
@@ -65,7 +71,7 @@ class FusedEP(AutoEP):
         return unpermute(partial, plan)
 
 
-def _why_not_ours(experts: nn.Module) -> str | None:
+def _why_not_ours(experts: ExpertsModule) -> str | None:
     """What computes these experts in our place. It takes no ids of no expert."""
     if not (is_experts(experts) and hasattr(type(experts).forward, "__wrapped__")):
         return f"{type(experts).__name__}, with a forward of its own"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftType
@@ -30,6 +31,9 @@ from . import quantizing
 from .experts import ADAPTERS, settings_of, warn_once
 from .quantizing import check_merge, merge_quantized
 from .weights import NAME, NAMES, PARTS, experts_of, first_name, is_experts, is_quantized, shape_of
+
+if TYPE_CHECKING:
+    from .weights import ExpertsModule
 
 # What we override: a release without one of these would never call ours.
 _MODEL = "_check_new_adapter_config _check_target_module_exists _inject_parameters _create_new_module"
@@ -81,13 +85,14 @@ class ParamWrapper(layer.ParamWrapper):  # of PEFT's name, by which PEFT knows i
         finally:
             vars(experts).pop(ADAPTERS, None)  # with those of the other weight, whose call is around this one
 
-    def _joined(self, adapters: list[str]) -> tuple[Tensor, Tensor, float]:
+    def _joined(self, adapters: list[str]) -> tuple[Tensor | None, Tensor | None, float]:
         """(a, b, scale) of all adapters together, as LoRA has them: their ranks are one after the other."""
         swapped = getattr(self, "_did_swap_in_out_features", False) == self.get_base_layer().is_transposed
         loras = []
         for adapter in adapters:
             weights = self.lora_A[adapter].weight, self.lora_B[adapter].weight
             a, b = LoRA.from_peft(self.num_experts, weights).pairs[0]
+            assert a is not None and b is not None
             # Before PEFT 0.20 what is in here could be out there. One copy of b, or each operator makes one.
             a, b = (b.mT, a.mT) if swapped else (a, b.contiguous())
             loras.append(LoRA(a, b, scale=self.scaling[adapter]))
@@ -182,16 +187,16 @@ class LoraModel(model.LoraModel):
                 module.check_merge(adapter_names, rounds)
 
 
-def _weights(experts: nn.Module) -> tuple[str, str]:
+def _weights(experts: ExpertsModule) -> tuple[str, str]:
     return first_name(experts), "down_proj"
 
 
-def _is_ours(experts: nn.Module) -> bool:
+def _is_ours(experts: ExpertsModule) -> bool:
     """Whether `experts_forward` is called, and will compute these experts."""
     return experts.config._experts_implementation in NAMES and not isinstance(settings_of(experts), str)
 
 
-def _is_packed(experts: nn.Module, name: str) -> bool:
+def _is_packed(experts: ExpertsModule, name: str) -> bool:
     """Whether a parameter is a quantised weight that we compute. PEFT has its own way with FP8 parameters."""
     return is_quantized(experts, name) and (name not in experts._parameters or _is_ours(experts))
 
@@ -202,7 +207,7 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
-def _stand_in(experts: nn.Module, name: str) -> nn.Parameter:
+def _stand_in(experts: ExpertsModule, name: str) -> nn.Parameter:
     """Device and shape of the float parameter in whose place a quantised weight is, without memory. Adapters
     take its dtype: float32, as beside other layers that are quantised."""
     E, rows, cols = shape_of(experts, name)

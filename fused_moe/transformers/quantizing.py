@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from .weights import (
     replace_parameters,
     weight_of,
 )
+
+if TYPE_CHECKING:
+    from .weights import ExpertsModule
 
 
 def quantize_experts(
@@ -114,7 +118,7 @@ def quantize_experts(
     return model
 
 
-def _not_plain(module_name: str, experts: nn.Module, name: str) -> str | None:
+def _not_plain(module_name: str, experts: ExpertsModule, name: str) -> str | None:
     """What would not work any more with the weight replaced in its module, if anything."""
     if is_adapted(module_name):
         return "one that a PEFT adapter is for"
@@ -154,7 +158,7 @@ def requantized_merges() -> Iterator[None]:
         merges.reset(token)
 
 
-def check_merge(experts: nn.Module, name: str) -> QuantizedWeight:
+def check_merge(experts: ExpertsModule, name: str) -> QuantizedWeight:
     """The weight, if it can have other scales."""
     w = weight_of(experts, name, "codes")
     own, parts = experts._parameters, getattr(experts, "_fused_moe_parts", {}).get(name, {})
@@ -170,7 +174,7 @@ def check_merge(experts: nn.Module, name: str) -> QuantizedWeight:
     return w
 
 
-def merge_quantized(experts: nn.Module, name: str, delta: Tensor) -> None:
+def merge_quantized(experts: ExpertsModule, name: str, delta: Tensor) -> None:
     """Adds delta (E, out, in) to a quantised weight, whose format and options stay."""
     w = check_merge(experts, name)
     values = w.dequantize(torch.float32) + delta

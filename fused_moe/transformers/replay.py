@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +19,34 @@ from ..checks import fail
 from ..replay import FINDERS, tape_of
 from .weights import NAMES
 
+if TYPE_CHECKING:
 
-def _softmax(router: nn.Module, logits: Tensor, ids: Tensor, is_there: Tensor) -> Tensor:
+    class RouterModule(nn.Module):
+        """A router of a class in `RULES`."""
+
+        num_experts: int
+        top_k: int
+        norm_topk_prob: bool
+        routed_scaling_factor: float
+
+
+def _softmax(router: RouterModule, logits: Tensor, ids: Tensor, is_there: Tensor) -> Tensor:
     scores = _at(logits.softmax(-1, dtype=torch.float32), ids, is_there)
     return (_normed(scores) if router.norm_topk_prob else scores).to(logits.dtype)
 
 
-def _mixtral(router: nn.Module, logits: Tensor, ids: Tensor, is_there: Tensor) -> Tensor:
+def _mixtral(router: RouterModule, logits: Tensor, ids: Tensor, is_there: Tensor) -> Tensor:
     return _normed(_at(logits.float().softmax(-1), ids, is_there))
 
 
-def _sigmoid(router: nn.Module, logits: Tensor, ids: Tensor, is_there: Tensor) -> Tensor:
+def _sigmoid(router: RouterModule, logits: Tensor, ids: Tensor, is_there: Tensor) -> Tensor:
     scores = _at(logits.sigmoid(), ids, is_there)
     if router.norm_topk_prob:
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     return scores * router.routed_scaling_factor
 
 
-def _softmax_of_chosen(router: nn.Module, logits: Tensor, ids: Tensor, is_there: Tensor) -> Tensor:
+def _softmax_of_chosen(router: RouterModule, logits: Tensor, ids: Tensor, is_there: Tensor) -> Tensor:
     chosen = logits.gather(1, ids).masked_fill(~is_there, torch.finfo(logits.dtype).min)
     return chosen.softmax(1, dtype=logits.dtype).masked_fill(~is_there, 0)
 
@@ -68,7 +79,7 @@ def _rule_of(module: nn.Module) -> Callable | None:
     return RULES.get(forward.__qualname__.removesuffix(".forward"))
 
 
-def _replay(router: nn.Module, args: tuple, output):
+def _replay(router: RouterModule, args: tuple, output):
     """A forward hook: what the router returns, with the ids of its tape."""
     tape = tape_of(router)
     if tape is None:
@@ -82,7 +93,9 @@ def _replay(router: nn.Module, args: tuple, output):
         ids = ids.to(own.dtype)
         ids = torch.where((ids < 0).all(1, keepdim=True), own, ids)
         is_there = ids >= 0
-        scores = _rule_of(router)(router, logits, ids.clamp(min=0), is_there)
+        rule = _rule_of(router)
+        assert rule is not None
+        scores = rule(router, logits, ids.clamp(min=0), is_there)
     else:
         ids = own
     tape.note(ids)
@@ -96,7 +109,8 @@ def _sizes_of(module: nn.Module) -> tuple[int, int] | None:
             module.register_forward_hook(_replay)
             if "torch._dynamo" in sys.modules:
                 torch.compiler.reset()  # compiled code has no guard on hooks, so it would go without this one
-        return module.num_experts, module.top_k
+        router = cast("RouterModule", module)
+        return router.num_experts, router.top_k
     experts = module._modules.get("experts")
     if getattr(getattr(experts, "config", None), "_experts_implementation", None) in NAMES:
         if all(_rule_of(child) is None for child in module.children()):

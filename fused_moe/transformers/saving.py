@@ -16,9 +16,10 @@ save_pretrained asks the model's `hf_quantizer` for the state_dict, and then und
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from transformers import FineGrainedFP8Config, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -32,6 +33,9 @@ from ..quantized.sharding import is_sharded
 from .conversions import as_fp8, dense_names, names_of_matrices, why_not_stacked
 from .experts import settings_of
 from .weights import NAME, experts_of, first_name, is_adapted
+
+if TYPE_CHECKING:
+    from .weights import ExpertsModule
 
 # compressed-tensors' target: the matrices of experts. transformers has the module of all experts alone, and a
 # target that matches none is warned of at each load.
@@ -135,19 +139,23 @@ def why_not_saved(model: PreTrainedModel) -> str | None:
     return _why_not_fp8(found) if reason is None and w.format == "fp8_block" else reason
 
 
-def _are_of_gpt_oss(found: list[tuple[str, nn.Module]]) -> bool:
+def _are_of_gpt_oss(found: list[tuple[str, ExpertsModule]]) -> bool:
     return all(isinstance(experts, GptOssExperts) for _, experts in found)
 
 
-def _why_not_fp8(found: list[tuple[str, nn.Module]]) -> str | None:
+def _why_not_fp8(found: list[tuple[str, ExpertsModule]]) -> str | None:
     """Why transformers' FP8Experts do not take experts of format fp8_block."""
     for name, experts in found:
         E, D, F = experts.down_proj.shape
         if experts.has_gate and F % formats.BLOCK:
             return f"gate and up have {F} rows each, and blocks of 128 x 128 begin anew where up does"
         theirs = as_fp8(experts, FineGrainedFP8Config())
-        same = theirs is not None and name.endswith("experts")  # which transformers replaces
-        same = same and theirs.down_proj.shape == (E, D, F) and settings_of(theirs) == settings_of(experts)
+        same = (
+            theirs is not None
+            and name.endswith("experts")  # which transformers replaces
+            and theirs.down_proj.shape == (E, D, F)
+            and settings_of(theirs) == settings_of(experts)
+        )
         if not same:
             return f"transformers' FP8Experts do not compute what {type(experts).__name__} do"
     return None

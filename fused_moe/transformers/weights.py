@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, TypeGuard
+
 import torch
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8Experts
@@ -11,6 +13,21 @@ from ..quantized import QuantizedWeight, computing, formats, from_mxfp4
 from ..quantized.refreshing import KEPT
 from ..quantized.weight import as_bytes, untraced, write_state
 
+if TYPE_CHECKING:
+
+    class ExpertsModule(nn.Module):
+        """A module of experts, with what transformers' `use_experts_implementation` gives it."""
+
+        config: Any  # of transformers
+        has_gate: bool
+        has_bias: bool
+        is_transposed: bool
+        is_concatenated: bool
+        down_proj: Any  # a parameter, or a QuantizedWeight
+        _fused_moe_parts: dict[str, dict[str, tuple[torch.dtype, torch.Size]]]
+        _is_hf_initialized: bool
+
+
 NAME = "fused_moe"
 FP8_NAME = "fused_moe_fp8"  # the same, and float experts multiply in FP8
 NAMES = (NAME, FP8_NAME)
@@ -19,13 +36,13 @@ NAMES = (NAME, FP8_NAME)
 PARTS = ("", "_scale_inv", "_blocks", "_scales", "_packed", "_scale", "_zero_point")
 
 
-def is_experts(module: nn.Module) -> bool:
+def is_experts(module: nn.Module) -> TypeGuard[ExpertsModule]:
     """Whether its class has transformers' `use_experts_implementation`. A torch.compile around it has not."""
     flags = ("config", "has_gate", "has_bias", "is_transposed", "is_concatenated")
     return "_orig_mod" not in module._modules and all(hasattr(module, flag) for flag in flags)
 
 
-def experts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def experts_of(model: nn.Module) -> list[tuple[str, ExpertsModule]]:
     """The modules of experts, and their names."""
     return [(name, module) for name, module in model.named_modules() if is_experts(module)]
 
@@ -35,12 +52,12 @@ def is_adapted(module_name: str) -> bool:
     return not {"base_layer", "original_module", "modules_to_save"}.isdisjoint(module_name.split("."))
 
 
-def first_name(experts: nn.Module) -> str:
+def first_name(experts: ExpertsModule) -> str:
     """The name of w1, or of w1 and w3 together."""
     return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
-def weight_of(experts: nn.Module, name: str, compute: str) -> Tensor | QuantizedWeight:
+def weight_of(experts: ExpertsModule, name: str, compute: str) -> Tensor | QuantizedWeight:
     """A weight as fused_experts takes it. Parameters that are codes and scales become a QuantizedWeight once:
     one that reads them at each call and is kept beside them, where no state_dict sees it; or it is tiled and
     takes their place. `compute` is that of FP8."""
@@ -52,7 +69,7 @@ def weight_of(experts: nn.Module, name: str, compute: str) -> Tensor | Quantized
     return w if w is not None and w.is_of(experts._parameters) else _make(experts, name, compute)
 
 
-def is_quantized(experts: nn.Module, name: str) -> bool:
+def is_quantized(experts: ExpertsModule, name: str) -> bool:
     """Whether a weight is a QuantizedWeight, or parameters that become one."""
     if name in experts._modules.get("parametrizations", ()):
         return False
@@ -60,7 +77,7 @@ def is_quantized(experts: nn.Module, name: str) -> bool:
     return w is None or isinstance(w, QuantizedWeight) or w.element_size() == 1
 
 
-def shape_of(experts: nn.Module, name: str) -> torch.Size:
+def shape_of(experts: ExpertsModule, name: str) -> torch.Size:
     """(E, out, in) of a quantised weight."""
     w = experts._modules.get(name)
     if w is None:
@@ -79,7 +96,7 @@ class _Kept(nn.Module):
         super().__init__()
         self.weights: dict[str, _Stored] = {}
 
-    def refresh(self, experts: nn.Module) -> None:
+    def refresh(self, experts: ExpertsModule) -> None:
         """As `fused_moe.refresh_weights` asks."""
         for w in self.weights.values():
             w.refresh()
@@ -180,7 +197,7 @@ def _by_rows(scale: Tensor, rows: int) -> Tensor:
 
 
 @torch.compiler.disable(reason="call a model with quantised experts once before it is compiled as one graph")
-def _make(experts: nn.Module, name: str, compute: str) -> QuantizedWeight:
+def _make(experts: ExpertsModule, name: str, compute: str) -> QuantizedWeight:
     own = experts._parameters
     sources = {name + part: own[name + part] for part in PARTS if own.get(name + part) is not None}
     with torch.inference_mode(False), untraced():
@@ -200,7 +217,7 @@ def _make(experts: nn.Module, name: str, compute: str) -> QuantizedWeight:
     return w
 
 
-def _runs_in_8_bits(experts: nn.Module) -> bool:
+def _runs_in_8_bits(experts: ExpertsModule) -> bool:
     """Whether the checkpoint asks for tokens that are quantised, and GPUs have kernels for the widths."""
     if getattr(experts, "activation_scheme", None) != "dynamic":
         return False
@@ -254,7 +271,7 @@ def _made(own: dict, name: str, compute: str = "codes") -> QuantizedWeight:
 # --- tiles in place of parameters -------------------------------------------------------------------------
 
 
-def replace_parameters(experts: nn.Module, name: str, made: QuantizedWeight) -> None:
+def replace_parameters(experts: ExpertsModule, name: str, made: QuantizedWeight) -> None:
     """Makes a weight a part of the module, in place of the parameters that a checkpoint has for it, so that
     only one of the two is in memory. Hooks keep the state_dict as it was."""
     if KEPT in experts._modules:
@@ -270,7 +287,7 @@ def replace_parameters(experts: nn.Module, name: str, made: QuantizedWeight) -> 
     setattr(experts, name, made)
 
 
-def _publish(experts: nn.Module, state_dict: dict, prefix: str, _) -> None:
+def _publish(experts: ExpertsModule, state_dict: dict, prefix: str, _) -> None:
     """A hook after state_dict: the tensors of a QuantizedWeight as the parameters in whose place it is."""
     for name, parts in experts._fused_moe_parts.items():
         w = getattr(experts, name)
@@ -288,7 +305,9 @@ def _publish(experts: nn.Module, state_dict: dict, prefix: str, _) -> None:
             state_dict[f"{prefix}{name}{part}"] = w._copies.give(n, tensor)
 
 
-def _take_published(experts: nn.Module, state_dict: dict, prefix: str, _, __, missing: list, *___) -> None:
+def _take_published(
+    experts: ExpertsModule, state_dict: dict, prefix: str, _, __, missing: list, *___
+) -> None:
     """A hook before load_state_dict, the inverse of `_publish`. What it does not give stays as it is."""
     for name, parts in experts._fused_moe_parts.items():
         keys = {name + part: f"{prefix}{name}{part}" for part in parts}
@@ -305,7 +324,7 @@ def _take_published(experts: nn.Module, state_dict: dict, prefix: str, _, __, mi
 # --- what is supported ------------------------------------------------------------------------------------
 
 
-def _require_ours(experts: nn.Module, args: tuple) -> None:
+def _require_ours(experts: ExpertsModule, args: tuple) -> None:
     """A forward pre-hook of packed experts, whose weights no other implementation reads."""
     found = experts.config._experts_implementation
     if found not in NAMES:
@@ -317,7 +336,7 @@ def _require_ours(experts: nn.Module, args: tuple) -> None:
         )
 
 
-def add_hook(experts: nn.Module) -> None:
+def add_hook(experts: ExpertsModule) -> None:
     if _require_ours not in experts._forward_pre_hooks.values():
         experts.register_forward_pre_hook(_require_ours)
 
