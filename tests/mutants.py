@@ -389,7 +389,7 @@ CPU = listed({
     ("nn.Linear's forward is passed over", "not in (_LINEAR,", "not in (nn.Linear.forward,"),
     ("an instance's forward is passed over", 'if "forward" in vars(module):', "if False:"),
     ("a plan is made twice", "if plan is not None:", "if False:"),
-    ("a policy's operators are one", '== "torch.utils.checkpoint"', '== "torch"'),
+    ("a checkpoint's operators are one", 'hooks[0].__module__ == "torch.utils.checkpoint"', "False"),
     ("autocast casts all weights at once", "if is_autocast_enabled(x) else", "if False else")],
   ("fused_moe/quantized/computing.py", "tests/test_eight_bits.py"): [
     ("auto takes codes for any number of rows", "return num_rows <= AUTO_ROWS * num_experts", "return True"),
