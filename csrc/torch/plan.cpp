@@ -142,11 +142,11 @@ PrivatePlan prepare_plan(const char *op, const Tensor &ids, const Tensor &x, int
     p.offsets = mutable_ints(plan.memory);
     plan.matrix[0] = (char *)p.offsets + first;
     plan.matrix[1] = (char *)p.offsets + second;
-    plan.rows.p = row_map_in(p.offsets, p.T, p.K, E);
-    p.schedule = p.offsets + E + 1;
-    p.row_token = p.schedule + fused_moe_schedule_words(E);
-    p.row_slot = p.row_token + R;
-    p.token_row = p.row_slot + R;
+    const FusedMoeRowMap map = plan.rows.p = row_map_in(p.offsets, p.T, p.K, E);
+    p.schedule = (int32_t *)map.schedule;
+    p.row_token = (int32_t *)map.row_token;
+    p.row_slot = (int32_t *)map.row_slot;
+    p.token_row = (int32_t *)map.token_row;
     plan.rows.has_maps = true;
     return plan;
 }
