@@ -6,8 +6,8 @@ the host time. Router and up side as nodes of their own would each write a gradi
 would read both to write their sum. Here router_dgrad adds the router's to the experts' in place, with the
 same roundings.
 
-A selective checkpoint's policy names operators. There router and up side are one node, and the down side is
-another (`paths.has_policy`).
+A selective checkpoint's policy names operators. Under checkpoints router and up side are one node, and the
+down side is another (`paths.has_policy`).
 """
 
 from __future__ import annotations
