@@ -1,11 +1,22 @@
 """Public functions and methods are annotated, as py.typed claims; `make types` checks what they say."""
 
+import ast
 import inspect
 from importlib import import_module
+from pathlib import Path
 
 import pytest
-from test_docstrings import PUBLIC
+from test_docstrings import PACKAGE, PUBLIC
 from test_interface import public_methods
+
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+# Files that import a package that may not be there.
+ADAPTERS = ["axolotl.py", "checkpoint/torchtitan.py"]
+ADAPTERS += [
+    str(path.relative_to(PACKAGE))
+    for folder in ("torchtitan", "transformers")
+    for path in sorted((PACKAGE / folder).glob("*.py"))
+]
 
 
 def functions(name, value):
@@ -36,7 +47,25 @@ def test_public_signatures_are_annotated(module):
     assert not [part for name, function in members for part in unannotated(name, function)]
 
 
+def without_return_type(source: str) -> list[str]:
+    """The public functions and methods that do not say what they return."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return [function.name for function in functions if function.name[0] != "_" and function.returns is None]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("file", ADAPTERS)
+def test_public_functions_of_adapters_have_return_types(file):
+    assert not without_return_type((PACKAGE / file).read_text())
+
+
+def test_mypy_checks_every_module():
+    assert "ignore_errors" not in PYPROJECT.read_text()
+
+
 def test_what_is_not_annotated_is_found():
     def function(x: int, y, *others): ...
 
     assert unannotated("f", function) == ["f: y", "f: others", "f: return"]
+    source = "class C:\n def f(self): ...\n def g(self) -> int: ...\ndef _h(): ..."
+    assert without_return_type(source) == ["f"]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint import (
     DefaultSavePlanner,
     FileSystemReader,
@@ -113,7 +113,7 @@ def read(folder: str | os.PathLike, config: Any, *, flavor: str) -> Iterator[tup
     """
     model, reader = _Model(config, flavor), _Reader(folder)
     metadata = reader.read_metadata()
-    saved = metadata.state_dict_metadata
+    saved: dict[str, Any] = metadata.state_dict_metadata
     missing = [key for key in model.state if key not in saved]
     if missing:
         fail(ValueError, FN, f"{missing[0]} in {folder}", f"none, nor {len(missing) - 1} others")
@@ -200,7 +200,7 @@ class _Model:
             expected = f"a published name for {lost[0]} in torchtitan's {type(self.adapter).__name__}"
             fail(ValueError, FN, expected, f"none, nor for {len(lost) - 1} others")
 
-    def _sources(self, key: str, value: Tensor) -> dict[str, torch.Size]:
+    def _sources(self, key: str, value: Tensor) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.adapter.to_hf({key: value}).items()}
 
     def check(self, state: Mapping[str, Tensor]) -> None:
@@ -255,7 +255,7 @@ class _Spec(NamedTuple):
 
     config: Any
     adapter: type
-    build: Callable[[], nn.Module]
+    build: Callable[[], Any]
 
 
 def _spec(name: str, flavor: str) -> _Spec:
@@ -279,7 +279,7 @@ def _check_flavor(name: str, flavor: str, flavors) -> None:
         fail(ValueError, FN, f"flavor to be one of torchtitan's {name}: {', '.join(flavors)}", repr(flavor))
 
 
-def _build(model_type: Any, flavor: str) -> tuple[nn.Module, Any, float]:
+def _build(model_type: Any, flavor: str) -> tuple[Any, Any, float]:
     """The model on meta, its adapter, and the base of its rotary embedding."""
     if model_type not in MODELS:
         fail(ValueError, FN, f"a model_type that torchtitan has: {', '.join(MODELS)}", repr(model_type))
@@ -326,7 +326,7 @@ def _same(field: str, own: Any, found: Any, flavor: str) -> None:
         fail(ValueError, FN, f"{field} = {own!r}, as torchtitan's flavor {flavor!r} has", repr(found))
 
 
-def _check_sizes(fields: Mapping, model: nn.Module, flavor: str) -> None:
+def _check_sizes(fields: Mapping, model: Any, flavor: str) -> None:
     """Compares what the dense parts have; widths beyond that are those of the tensors."""
     attention = next(iter(model.layers.values())).attention
     vocab_size, dim = model.tok_embeddings.weight.shape
@@ -352,7 +352,7 @@ def _warn_of_constants(fields: Mapping, constants: Mapping[str, float | None]) -
             )
 
 
-def _check_routing(fields: Mapping, found: list, model: nn.Module, flavor: str) -> None:
+def _check_routing(fields: Mapping, found: list, model: Any, flavor: str) -> None:
     """Compares every MoE layer with what the configuration says of it."""
     moes = {int(n): moe for n, x in model.layers.items() if (moe := getattr(x, "moe", None)) is not None}
     _same("layers with experts", sorted(moes), [block.layer for block in found], flavor)
@@ -363,7 +363,7 @@ def _check_routing(fields: Mapping, found: list, model: nn.Module, flavor: str) 
             _same(f"{field} of layer {block.layer}", value, _plain(name, wanted), flavor)
 
 
-def _settings(moe: nn.Module) -> dict[str, Any]:
+def _settings(moe: Any) -> dict[str, Any]:
     """A layer of torchtitan's as FusedMoE's arguments."""
     router = moe.router
     experts = getattr(moe, "experts", None) or moe.routed_experts.inner_experts

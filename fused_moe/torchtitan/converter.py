@@ -7,6 +7,8 @@ objects. The new classes are subclasses of torchtitan's: its compile and FSDP co
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +43,18 @@ try:
     from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
 except ImportError:  # before 0.2.2
 
-    class GptOssGroupedExperts(nn.Module):
+    class _NoExperts(nn.Module):
         """Stands for torchtitan's. No model has a layer of this class."""
+
+    GptOssGroupedExperts = _NoExperts
 
 
 class FusedExperts(TrainsFp8):
     """Experts behind any dispatcher. EP and TP hook their forward as before."""
+
+    if TYPE_CHECKING:
+        use_grouped_mm: bool
+        _experts: Callable[[], dict]
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor, routing: Routing | None = None) -> Tensor:
         """x (R, D) rows grouped by expert, or (T, D) tokens with a routing -> the same shape."""
@@ -56,11 +64,23 @@ class FusedExperts(TrainsFp8):
 
 
 class FusedGroupedExperts(FusedExperts, GroupedExperts):
+    if TYPE_CHECKING:
+        w1: Tensor
+        w2: Tensor
+        w3: Tensor
+
     def _experts(self) -> dict:
         return swiglu(self.w1, self.w2, self.w3)
 
 
 class FusedGptOssGroupedExperts(FusedExperts, GptOssGroupedExperts):
+    if TYPE_CHECKING:
+        mlp1_weight: Tensor
+        mlp1_bias: Tensor
+        mlp2_weight: Tensor
+        mlp2_bias: Tensor
+        swiglu_limit: float
+
     def _experts(self) -> dict:
         parameters = (self.mlp1_weight, self.mlp1_bias, self.mlp2_weight, self.mlp2_bias)
         return gpt_oss(*parameters, self.swiglu_limit, mesh_size(self.mlp1_weight, "tp"))
@@ -72,6 +92,14 @@ FUSED_EXPERTS = {GroupedExperts: FusedGroupedExperts, GptOssGroupedExperts: Fuse
 class FusedMoE(KeepsExpertBias, MoE):
     """Our kernels compute the routed path, except the exchange with other ranks."""
 
+    if TYPE_CHECKING:
+        router: Any
+        experts: Any
+        shared_experts: Any
+        expert_bias: Tensor | None
+        tokens_per_expert: Tensor
+        score_before_experts: bool
+
     def forward(self, x: Tensor) -> Tensor:
         """x (B, L, D) -> (B, L, D)."""
         if self.router._debug_force_load_balance or _is_sharded_over(self.router.gate.weight, "tp"):
@@ -81,7 +109,8 @@ class FusedMoE(KeepsExpertBias, MoE):
         score_on = "input" if self.score_before_experts else "output"
         logits = logits_of(self.router.gate, tokens)
         routing = choose(self, logits, self.expert_bias, score_on)
-        counts = routing.plan.counts
+        plan, _ = routing.rows
+        counts = plan.counts
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
         is_expert_parallel = any(_is_sharded_over(p, "ep") for p in self.experts.parameters())
@@ -120,7 +149,7 @@ class FusedMoEConverter:
 
     fp8 = False
 
-    def __init__(self, job_config, parallel_dims):
+    def __init__(self, job_config: Any, parallel_dims: Any):
         """The protocol's arguments, which are not used."""
 
     def convert(self, model: nn.Module) -> None:
@@ -130,6 +159,7 @@ class FusedMoEConverter:
             ValueError: if no layer can be converted.
         """
         converted, trained, layers = 0, 0, {}
+        module: Any  # of torchtitan, then of ours
         for module in model.modules():
             # modules() yields a layer before its experts, which are still torchtitan's here.
             if isinstance(module, MoE):
@@ -151,7 +181,7 @@ class FusedMoEConverter:
         in_fp8 = f", the experts of {trained} train in FP8" if self.fp8 else ""
         logger.info(f"fused_moe: {converted} MoE layers converted{in_fp8}")
 
-    def post_optimizer_hook(self, model) -> None:
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Does nothing: torchtitan's load balancing hook remains."""
 
 
@@ -170,9 +200,8 @@ class FusedMoEFp8Converter(FusedMoEConverter):
 def _train_in_fp8(experts: FusedExperts, layer: MoE | None) -> bool:
     """Lets experts of a layer train in FP8, or warns why not."""
     E, D, F = experts._experts()["w2"].shape
-    if layer is None:
-        reason = "no layer says how many a token has"
-    else:
+    reason: str | None = "no layer says how many a token has"
+    if layer is not None:
         has_bias = isinstance(experts, FusedGptOssGroupedExperts)
         score_on = "input" if layer.score_before_experts else "output"
         reason = why_not(D, F, E, layer.router.top_k, has_bias=has_bias, score_on=score_on)

@@ -6,7 +6,7 @@ Letters: T tokens, D model width, F expert hidden width, E experts, K experts pe
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,9 @@ from ..replay import FINDERS, tape_of
 # recomputation. Only experts_down of the experts' two operators is saved, as torchtitan saves every second
 # mm: that avoids a third of the recomputation, whereas h and a of experts_up are the bulk of a layer's
 # activations. fp8_down is the same operator of experts that train in FP8.
-SAVED_OPS = (ops.route, ops.route_plan, ops.count_plan, ops.experts_down, ops.fp8_down)
-SAVED_OPS = frozenset(op.default for op in SAVED_OPS)
+SAVED_OPS = frozenset(
+    op.default for op in (ops.route, ops.route_plan, ops.count_plan, ops.experts_down, ops.fp8_down)
+)
 
 
 class Routing(NamedTuple):
@@ -39,14 +40,20 @@ class Routing(NamedTuple):
     plan: Plan | None = None  # of ids, if it has been computed already
     score_on: str = "output"
 
+    @property
+    def rows(self) -> tuple[Plan, Tensor]:
+        """The plan and the slot of each row, of a routing that `choose` made."""
+        assert self.plan is not None and self.plan.row_slot is not None
+        return self.plan, self.plan.row_slot
 
-def logits_of(gate: nn.Module, x: Tensor) -> Tensor:
+
+def logits_of(gate: Any, x: Tensor) -> Tensor:
     """The logits of x (..., D), by our operator and in float32 where the gate is a linear layer that nothing
     has altered. torchtitan scores logits in float32, so this only spares them a rounding."""
     return gate(x) if why_other_linear(gate) else Gate.forward(gate, x)
 
 
-def float32_logits(gate: nn.Module, x: Tensor) -> Tensor:
+def float32_logits(gate: Any, x: Tensor) -> Tensor:
     """The logits that torchtitan computes with operands cast to float32. Our operator takes a 16-bit x beside
     float32 parameters without a cast."""
     is_wide = all(type(p) is nn.Parameter and is_mixed(x, p) for p in gate.parameters())
@@ -58,7 +65,7 @@ def float32_logits(gate: nn.Module, x: Tensor) -> Tensor:
         return logits_of(gate, x)
 
 
-def choose(layer: nn.Module, logits: Tensor, expert_bias: Tensor | None, score_on: str = "output") -> Routing:
+def choose(layer: Any, logits: Tensor, expert_bias: Tensor | None, score_on: str = "output") -> Routing:
     """The routing of logits (T, E) by the attributes of the layer's TokenChoiceTopKRouter, and its plan.
     Within `replay_routing` the ids are those of the routes."""
     check_expert_bias("fused_moe.torchtitan", expert_bias)
@@ -80,7 +87,7 @@ def choose(layer: nn.Module, logits: Tensor, expert_bias: Tensor | None, score_o
     return Routing(scores, ids, route_plan(ids, logits.size(1)), score_on)
 
 
-def find_layers(ours: type, theirs: type) -> None:
+def find_layers(ours: type[Any], theirs: type) -> None:
     """Lets `record_routing` and `replay_routing` find the layers of a class of ours, in place of theirs."""
 
     def sizes_of(module: nn.Module) -> tuple[int, int] | None:
@@ -132,19 +139,19 @@ def _warn_of_width(width: int) -> None:
 
 def routed_rows(x: Tensor, routing: Routing) -> Tensor:
     """The rows for a dispatcher to send to the experts: x (T, D) -> (T * K, D), grouped by expert."""
-    plan = routing.plan
+    plan, row_slot = routing.rows
     rows = ops.permute(x, plan.tensors)
     if routing.score_on == "output":
         return rows
-    scores = routing.scores.flatten().index_select(0, plan.row_slot)
+    scores = routing.scores.flatten().index_select(0, row_slot)
     return (rows.float() * scores[:, None]).to(x.dtype)
 
 
 def combine(rows: Tensor, routing: Routing) -> Tensor:
     """Sums every token's rows, which a dispatcher has sent back: (T * K, D) -> (T, D)."""
-    plan = routing.plan
+    plan, row_slot = routing.rows
     # For torch.compile, to which the length that the exchange returns is data-dependent.
-    torch._check(rows.size(0) == plan.row_slot.size(0))
+    torch._check(rows.size(0) == row_slot.size(0))
     return function.unpermute(rows, plan, routing.scores if routing.score_on == "output" else None)
 
 
@@ -171,7 +178,9 @@ def gpt_oss(weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor, limi
 
 def mesh_size(t: Tensor, dim: str) -> int:
     """The size of this dimension of a DTensor's mesh; 1 for a mesh without it, and for other tensors."""
-    names = (t.device_mesh.mesh_dim_names or ()) if isinstance(t, DTensor) else ()
+    if not isinstance(t, DTensor):
+        return 1
+    names = t.device_mesh.mesh_dim_names or ()
     return t.device_mesh.size(names.index(dim)) if dim in names else 1
 
 

@@ -2,14 +2,16 @@
 
 Each class derives from the one that it replaces and has the same parameters, so it inherits initialisation,
 sharding and state dicts. torchtitan's sharding relies on the names of forward's arguments, which differ
-between versions: functools.wraps gives each forward torchtitan's signature.
+between versions: `_like` gives each forward torchtitan's signature.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 import spmd_types as spmd
 import torch
@@ -48,6 +50,11 @@ from .layer import (
 # --- modules ------------------------------------------------------------------------------------------
 
 
+def _like(forward: Callable) -> Any:
+    """functools.wraps as Any: type checkers do not take its result for a method."""
+    return wraps(forward)
+
+
 def _of_this_rank(counts: Tensor) -> Tensor:
     """To the type checker a rank's counts are parts of a sum, which no operation may read, unless an exchange
     came before the experts."""
@@ -65,12 +72,17 @@ class FusedGroupedExperts(TrainsFp8, GroupedExperts):
     class Config(GroupedExperts.Config):
         fp8: bool = False
 
+    if TYPE_CHECKING:
+        w1_EFD: Tensor
+        w2_EDF: Tensor
+        w3_EFD: Tensor
+
     def __init__(self, config: Config):
         super().__init__(config)
         if config.fp8:
             self.fp8 = Fp8Training()
 
-    @wraps(GroupedExperts.forward)
+    @_like(GroupedExperts.forward)
     def forward(self, x: Tensor, counts: Tensor, routing: Routing | None = None) -> Tensor:
         experts = swiglu(self.w1_EFD, self.w2_EDF, self.w3_EFD)
         dtype = torch.bfloat16  # the stock layer's
@@ -84,7 +96,7 @@ class FusedGptOssGroupedExperts(GptOssGroupedExperts):
     class Config(GptOssGroupedExperts.Config):
         pass
 
-    @wraps(GptOssGroupedExperts.forward)
+    @_like(GptOssGroupedExperts.forward)
     def forward(self, x: Tensor, counts: Tensor, routing: Routing | None = None) -> Tensor:
         parameters = (self.mlp1_weight_EGD, self.mlp1_bias_EG, self.mlp2_weight_EDF, self.mlp2_bias_ED)
         # Under SPMD types parameters are no DTensors, and the mesh is that of the region.
@@ -103,13 +115,13 @@ class FusedTokenDispatcher(AllToAllTokenDispatcher):
     class Config(AllToAllTokenDispatcher.Config):
         pass
 
-    def _local_reorder(self, x: Tensor, scores: Tensor, ids: Tensor):
+    def _local_reorder(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple:
         if self.ep_mesh is None:
             return super()._local_reorder(x, scores, ids)
         routing = Routing(scores, ids, route_plan(ids, self.num_experts))
         return routed_rows(x, routing), routing, scores  # dispatch passes the last two on to combine
 
-    def combine(self, rows: Tensor, metadata, x: Tensor) -> Tensor:
+    def combine(self, rows: Tensor, metadata: Any, x: Tensor) -> Tensor:
         routing = metadata.token_indices_experts_sorted_N
         if not isinstance(routing, Routing):
             return super().combine(rows, metadata, x)
@@ -136,7 +148,7 @@ class FusedRoutedExperts(RoutedExperts):
     class Config(RoutedExperts.Config):
         pass
 
-    @wraps(RoutedExperts.forward)
+    @_like(RoutedExperts.forward)
     def forward(
         self, x: Tensor, scores: Tensor, ids: Tensor, counts: Tensor, routing: Routing | None = None
     ) -> Tensor:
@@ -164,7 +176,14 @@ class FusedMoE(KeepsExpertBias, MoE):
     class Config(MoE.Config):
         pass
 
-    @wraps(MoE.forward)
+    if TYPE_CHECKING:
+        router: Any
+        routed_experts: Any
+        shared_experts: Any
+        expert_bias_E: Tensor | None
+        tokens_per_expert_E: Tensor
+
+    @_like(MoE.forward)
     def forward(self, x: Tensor) -> Tensor:
         if self.router._debug_force_load_balance or isinstance(x, DTensor):
             check_no_tape(self)
@@ -174,17 +193,19 @@ class FusedMoE(KeepsExpertBias, MoE):
         with spmd.no_typecheck():  # which has no rule for our operator
             routing = choose(self, logits.flatten(0, -2), self.expert_bias_E)
             scores, ids = routing.scores.view(per_token), routing.ids.view(per_token)
-            counts = routing.plan.counts
+            plan, _ = routing.rows
+            counts = plan.counts
             if self.training:
                 with torch.no_grad():
                     self.tokens_per_expert_E.add_(counts)
             if not self.routed_experts.is_local:
                 ids, counts = ids.long(), counts.long()  # as dispatchers have them from torchtitan's router
-        if spmd.is_type_checking():
+        has_types = spmd.is_type_checking()
+        if has_types:
             for value, like in ((scores, logits), (ids, logits), (counts, self.tokens_per_expert_E)):
                 spmd.assert_type_like(value, like)
-            routing = None  # its plan has no types
-        out = self.routed_experts(x, scores, ids, counts, routing=routing)
+        # A plan has no types.
+        out = self.routed_experts(x, scores, ids, counts, routing=None if has_types else routing)
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
 
@@ -270,10 +291,10 @@ def _whose_layer(cfg: MoE.Config) -> str | None:
 # --- overrides ----------------------------------------------------------------------------------------
 
 
-def _override(target: type, description: str):
+def _override(target: type, description: str) -> Callable[[Callable], Any]:
     """torchtitan's override of this Config and its subclasses."""
 
-    def register(factory):
+    def register(factory: Callable) -> Any:
         # torchtitan names an override by its factory's module. Users write the package's name.
         factory.__module__ = __package__
         return override(target=target, description=description)(factory)
@@ -340,8 +361,8 @@ def fused_moe(cfg: MoE.Config) -> MoE.Config:
 def _in_fp8(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
     """The same with experts that train in FP8. Those that are not ours or do not gain stay, the latter with a
     warning."""
-    experts = cfg.inner_experts
-    if not isinstance(experts, tuple(ours for ours, *_ in EXPERTS.values())):
+    experts, ours = cfg.inner_experts, tuple(config for config, *_ in EXPERTS.values())
+    if not isinstance(experts, ours):
         return cfg
     sizes = (experts.dim, experts.hidden_dim, experts.num_experts, cfg.token_dispatcher.top_k)
     if reason := why_not(*sizes, has_bias=isinstance(experts, FusedGptOssGroupedExperts.Config)):

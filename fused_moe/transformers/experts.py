@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -76,19 +76,19 @@ def experts_forward(
     if not torch.is_autocast_enabled(x.device.type):
         if not is_quantized:
             x = x.to(w1.dtype)
-        elif experts.has_bias:
+        elif b1 is not None and b2 is not None:
             b1, b2 = b1.to(x.dtype), b2.to(x.dtype)
     lora = _lora_of(experts, x, first)
     if fp8 and not is_quantized:
-        reason = "they have adapters"
+        reason: str | None = "they have adapters"
         if lora is None:
             reason = _why_not_fp8(experts, x, w2, top_k_index.size(1))
         if reason is None:
             settings = settings | {"fp8": _fp8_training()}
         else:
             warn_once(type(experts).__name__, f"does not compute {type(experts).__name__} in FP8: {reason}")
-    compute = _compute_of_call(experts, x, compute, lora) if is_quantized and w1.smooth is None else None
-    if is_quantized and not (compute == "codes" and torch.is_grad_enabled()):
+    compute_of_call = _compute_of_call(experts, w1, x, compute, lora)
+    if is_quantized and not (compute_of_call == "codes" and torch.is_grad_enabled()):
         max_rows = None  # 8 bits take none, and the one operator that reads codes makes its own plan
     out = fused_experts(
         x,
@@ -100,7 +100,7 @@ def experts_forward(
         b1=b1,
         b2=b2,
         transposed=experts.is_transposed and not is_quantized,
-        compute=compute,
+        compute=compute_of_call,
         max_rows=max_rows,
         lora=lora,
         **settings,
@@ -108,9 +108,13 @@ def experts_forward(
     return out.to(hidden_states.dtype)
 
 
-def _compute_of_call(experts: ExpertsModule, x: Tensor, compute: str, lora: LoRA | None) -> str | None:
+def _compute_of_call(
+    experts: ExpertsModule, w1: Tensor | QuantizedWeight, x: Tensor, compute: str, lora: LoRA | None
+) -> str | None:
     """None for what the weights say. In training quantised weights are computed so that there are gradients,
     and so they are on GPUs beside float32, which 8-bit kernels do not take. Nor do they take adapters."""
+    if not isinstance(w1, QuantizedWeight) or w1.smooth is not None:
+        return None
     is_wide = x.dtype == torch.float32 and x.is_cuda and not torch.is_autocast_enabled("cuda")
     wants_codes = compute == "codes" and hasattr(experts, "activation_scheme")  # not of quantize_experts
     return "codes" if wants_codes or experts.training or is_wide or lora is not None else None
@@ -138,11 +142,11 @@ def _lora_of(experts: ExpertsModule, x: Tensor, first: str) -> LoRA | None:
         b1, b2, s1, s2 = b1 * s1, b2 * s2, 1.0, 1.0
     # PEFT casts adapters of any dtype to the weight's. Ours may be float32 beside 16 bits.
     keeps = (x.dtype, torch.float64 if x.dtype == torch.float64 else torch.float32)
-    tensors = [t if t is None or t.dtype in keeps else t.to(x.dtype) for t in (a1, b1, a2, b2)]
-    return LoRA(*tensors, scale=s2 if s1 is None else s1)
+    a1, b1, a2, b2 = (t if t is None or t.dtype in keeps else t.to(x.dtype) for t in (a1, b1, a2, b2))
+    return LoRA(a1, b1, a2, b2, scale=s2 if s1 is None else s1)
 
 
-def _why_not_fp8(experts: ExpertsModule, x: Tensor, w2: Tensor, top_k: int) -> str | None:
+def _why_not_fp8(experts: ExpertsModule, x: Tensor, w2: Tensor | QuantizedWeight, top_k: int) -> str | None:
     """Why float experts compute in their own dtype where FP8 is asked for; None: they compute in FP8."""
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
@@ -198,7 +202,7 @@ def set_default(is_ours: bool) -> None:
 # --- experts that we do not compute -----------------------------------------------------------------------
 
 
-def _their_forward(experts: ExpertsModule, reason: str):
+def _their_forward(experts: ExpertsModule, reason: str) -> Callable[..., Tensor]:
     """What transformers would run without us. From now on the configuration says so: generate() changes the
     experts of a model to batched_mm while it decodes, if the configuration has grouped_mm."""
     registry = ALL_FP8_EXPERTS_FUNCTIONS if isinstance(experts, FP8Experts) else ALL_EXPERTS_FUNCTIONS
@@ -224,13 +228,13 @@ def _their_choice(config_class: type) -> str:
     return "grouped_mm"
 
 
-def _subclasses(parent: type) -> Iterator[type]:
+def _subclasses(parent: Any) -> Iterator[Any]:
     for child in parent.__subclasses__():
         yield child
         yield from _subclasses(child)
 
 
-def _eager_forward(experts: ExpertsModule):
+def _eager_forward(experts: ExpertsModule) -> Callable[..., Tensor]:
     """The forward of the class itself. FP8Experts is decorated anew for each layer of a model."""
     forward = type(experts).forward
     while hasattr(forward, "__wrapped__"):

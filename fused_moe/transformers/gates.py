@@ -17,7 +17,7 @@ import itertools
 import math
 import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ def _recipe(act_fn):
 
 
 @torch.compiler.assume_constant_result
-def _known(experts_class: type | None, constants: tuple, act_fn) -> tuple | str:
+def _known(experts_class: Any, constants: tuple, act_fn) -> tuple | str:
     gate = None if experts_class is None else experts_class._apply_gate
     if getattr(act_fn, "__closure__", None):  # it may hold anything, which the cache would keep
         act_fn = type(act_fn)
@@ -131,20 +131,20 @@ def _find(experts_class: type | None, gate, constants: tuple, act_fn) -> tuple |
         torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
     ):
         numbers = sorted(_numbers((constants, act_fn, _code(gate, "co_consts"))))
-        x, layouts = _probe(numbers, gate is not None)
+        x, layouts = _probe(numbers, experts_class is not None)
         try:
-            if gate is None:
+            if experts_class is None:
                 found = _value_and_gradient(_copy(act_fn), x)
             else:
                 stand_in = _module(experts_class, constants, [("act_fn", act_fn)])
                 found = _value_and_gradient(functools.partial(gate, stand_in), x)
         except Exception:  # whatever it needs that is not here
             return _name(gate, act_fn)
-        for layout, activation, constants in _candidates(layouts, numbers):
-            formula = functools.partial(_activated, layouts[layout], activation, constants)
+        for layout, activation, chosen in _candidates(layouts, numbers):
+            formula = functools.partial(_activated, layouts[layout], activation, chosen)
             expected = _value_and_gradient(formula, x)
             if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-5):
-                return layout, activation, tuple(constants.items())
+                return layout, activation, tuple(chosen.items())
     return _name(gate, act_fn)
 
 
@@ -194,7 +194,7 @@ def _copy(recipe):
 
 
 def _module(kind: type, values: tuple, parts) -> nn.Module:
-    module = object.__new__(kind)  # FSDP's classes have a __new__ that makes others
+    module: nn.Module = object.__new__(kind)  # FSDP's classes have a __new__ that makes others
     nn.Module.__init__(module)
     vars(module).update(values)
     for name, recipe in parts:

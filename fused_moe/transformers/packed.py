@@ -10,13 +10,14 @@ import warnings
 from collections import Counter, defaultdict
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
@@ -31,8 +32,10 @@ from .weights import NAMES, PARTS, add_hook, experts_of, first_name
 if TYPE_CHECKING:
     from .weights import ExpertsModule
 
+_Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]  # {suffix: (shape, dtype)} of a weight's parameters
 
-def _pack(experts: ExpertsModule, name: str, parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+
+def _pack(experts: ExpertsModule, name: str, parts: _Parts) -> None:
     """Replaces a weight, before it is loaded, by the parameters that the checkpoint has in its place."""
     device = getattr(experts, name).device
     delattr(experts, name)
@@ -94,7 +97,7 @@ def _stored_experts(checkpoint_files: list[str] | None) -> dict[str, _FileTensor
     return stored
 
 
-class _Packed:
+class _Packed(HfQuantizer):
     """What the quantizers have in common."""
 
     is_packed = False
@@ -121,7 +124,10 @@ class _Packed:
         converters = [c for c in mapping if isinstance(c, WeightConverter)]
         per_expert = {pattern: len(c.source_patterns) for c in converters for pattern in c.source_patterns}
         own = model.state_dict()
-        found, needed = defaultdict(Counter), {}  # {parameter: {expert: the number of its tensors}}
+        found: dict[str, Counter[int | None]] = defaultdict(
+            Counter
+        )  # of a parameter the tensors of each expert
+        needed = {}
         for key, tensor in stored.items():
             name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
             parameter = own.get(name)
@@ -161,9 +167,9 @@ def _packed_parameters(experts: ExpertsModule) -> list[tuple[str, nn.Parameter]]
 class _ValidatedLate(_Packed):
     """Asks for what transformers' kernels need only if they are to run."""
 
-    _environment = None
+    _environment: tuple[tuple, dict] | None = None
 
-    def validate_environment(self, *args, **kwargs):
+    def validate_environment(self, *args, **kwargs) -> None:
         self._environment = args, kwargs
 
     def _validate(self) -> None:
@@ -195,7 +201,7 @@ class PackedMxfp4(_ValidatedLate, Mxfp4HfQuantizer):
         else:
             self._check_stored(model, _stored_experts(checkpoint_files))
 
-    def get_weight_conversions(self):
+    def get_weight_conversions(self) -> list:
         """None for packed experts, whose parameters have the checkpoint's names."""
         return [] if self.is_packed else super().get_weight_conversions()
 
@@ -267,7 +273,7 @@ class PackedCompressedTensors(_Packed, CompressedTensorsHfQuantizer):
                 experts.activation_scheme = "dynamic"  # as FP8Experts have it
         self._check_stored(model, stored)
 
-    def get_load_operations(self):
+    def get_load_operations(self) -> dict:
         """None where packed experts alone are quantised: it would take other merged weights for quantised."""
         return {} if self.is_packed and self.is_alone else super().get_load_operations()
 
@@ -275,8 +281,8 @@ class PackedCompressedTensors(_Packed, CompressedTensorsHfQuantizer):
 class _Scheme(NamedTuple):
     """How experts' weights are quantised."""
 
-    weights: NamedTuple  # compressed-tensors' QuantizationArgs
-    inputs: NamedTuple | None  # of activations
+    weights: Any  # compressed-tensors' QuantizationArgs
+    inputs: Any  # likewise of activations
     codes: torch.dtype
     is_packed: bool  # in `weight_packed`, several codes per element
 
@@ -311,8 +317,8 @@ def _scheme_of_experts(config) -> _Scheme | None:
 
 def _parts(
     scheme: _Scheme, stored: dict[str, _FileTensor], sizes: tuple[int, int, int], matrices: int
-) -> dict:
-    """{suffix: (shape, dtype)} of a weight's parameters. Scales have the checkpoint's dtype."""
+) -> _Parts:
+    """A weight's parameters. Scales have the checkpoint's dtype."""
     (E, rows, cols), args = sizes, scheme.weights
     scales = {tensor.dtype for key, tensor in stored.items() if key.endswith(".weight_scale")}
     scale = {
@@ -321,8 +327,8 @@ def _parts(
         "tensor": (matrices,),
         "block": (matrices * -(-(rows // matrices) // formats.BLOCK), -(-cols // formats.BLOCK)),
     }[args.strategy]
-    codes_per_element = 8 * scheme.codes.itemsize // args.num_bits
-    parts = {"_packed" if scheme.is_packed else "": ((E, rows, cols // codes_per_element), scheme.codes)}
+    per_element = 8 * scheme.codes.itemsize // args.num_bits
+    parts: _Parts = {"_packed" if scheme.is_packed else "": ((E, rows, cols // per_element), scheme.codes)}
     parts["_scale"] = (E, *scale), reduce(torch.promote_types, scales)
     if any(key.endswith(".weight_shape") for key in stored):  # so that a saved checkpoint has them
         parts["_shape"] = (E, 2 * matrices), torch.int64

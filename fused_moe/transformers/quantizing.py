@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +160,7 @@ def requantized_merges() -> Iterator[None]:
 
 def check_merge(experts: ExpertsModule, name: str) -> QuantizedWeight:
     """The weight, if it can have other scales."""
-    w = weight_of(experts, name, "codes")
+    w: Any = weight_of(experts, name, "codes")
     own, parts = experts._parameters, getattr(experts, "_fused_moe_parts", {}).get(name, {})
     stored = {part: (own[name + part].dtype, own[name + part].shape) for part in PARTS if name + part in own}
     stored |= parts  # of a weight that is in their place
@@ -179,7 +179,7 @@ def merge_quantized(experts: ExpertsModule, name: str, delta: Tensor) -> None:
     w = check_merge(experts, name)
     values = w.dequantize(torch.float32) + delta
     values = values.to(w.scale.dtype if w.scale.is_floating_point() else w.dtype)
-    made = quantize(values, w.format, **options_of(w), trainable=w.is_trainable, compute=w.compute)
+    made: Any = quantize(values, w.format, **options_of(w), trainable=w.is_trainable, compute=w.compute)
     made = made.to(w.dtype)
     if isinstance(experts._modules.get(name), QuantizedWeight):
         setattr(experts, name, made)

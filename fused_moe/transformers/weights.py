@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         """A module of experts, with what transformers' `use_experts_implementation` gives it."""
 
         config: Any  # of transformers
+        _modules: dict[str, Any]
+        _parameters: dict[str, Any]  # looked up by names that they have
         has_gate: bool
         has_bias: bool
         is_transposed: bool
@@ -92,7 +94,7 @@ class _Kept(nn.Module):
     """What is kept beside the parameters of experts: {name: weight}. It is a module, without parameters, so
     that moving the experts to another device frees it. A copy of the experts makes its own."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.weights: dict[str, _Stored] = {}
 
@@ -118,6 +120,13 @@ class _Stored(QuantizedWeight):
     unpacked again if a parameter's version or memory shows that it was written, in compiled code at each
     call, and by `fused_moe.refresh_weights`."""
 
+    if TYPE_CHECKING:
+        _data: Tensor
+        _scale: Tensor
+        _words: Tensor | None
+        _zero: Tensor | None
+        _zero_state: tuple | None
+
     def __init__(self, made: QuantizedWeight, sources: dict[str, nn.Parameter]):
         nn.Module.__init__(self)
         vars(self).update(vars(made) | {"_parameters": {"smooth": None}})
@@ -139,9 +148,9 @@ class _Stored(QuantizedWeight):
 
     def refresh(self) -> None:
         if self._words is not None:
-            self._unpack_zero()
+            self._unpack_zero(self._words)
 
-    def _of(self, name: str) -> Tensor | None:
+    def _of(self, name: str) -> Any:
         """For checks: of the shape that a parameter of a QuantizedWeight has."""
         if name == "scale":
             return _by_rows(self._scale, self.shape[1])
@@ -150,7 +159,7 @@ class _Stored(QuantizedWeight):
         is_flat = self.format == "mxfp4" and self._data.dim() == 3  # of FP8Experts
         return self._data.unflatten(-1, (-1, formats.MX_GROUP // 2)) if is_flat else self._data
 
-    def _published(self, name: str) -> Tensor | None:
+    def _published(self, name: str) -> Any:
         """This is what operators take, too, as it is never tiled."""
         if name == "zero":
             return self._unpacked_zero()
@@ -168,12 +177,12 @@ class _Stored(QuantizedWeight):
         if words is None or torch.compiler.is_compiling():
             return None if words is None else formats.unpack_zeros(words, self.shape[1])
         if self._zero is None or write_state(words) != self._zero_state:
-            self._unpack_zero()
+            self._unpack_zero(words)
         return self._zero
 
-    def _unpack_zero(self) -> None:
+    def _unpack_zero(self, words: Tensor) -> None:
         """Into the memory that there is, which a CUDA graph may read."""
-        words, zero = self._words, self._zero
+        zero = self._zero
         with (
             torch.inference_mode(False),
             torch.no_grad(),
