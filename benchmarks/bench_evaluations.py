@@ -2,6 +2,7 @@
 
     python benchmarks/bench_evaluations.py --system 4 --json evaluations.json --append
     python benchmarks/bench_evaluations.py --system 1 --system 2 --shape 24,8,2,64,32  # any layer's sizes
+    python benchmarks/bench_evaluations.py --system 4 --part layer  # a part: what records call `layer`
 
 docs/evaluations.md names the systems and has their published figures beside the records. What another program
 measures comes from there: bench_gemm.py, bench_layer.py, bench_kernels.py and bench_decode.py run on the
@@ -14,6 +15,7 @@ shapes of the evaluation, and `system` and `layer` in their records say what for
    launch and the rest is apart, `apart` has a launch for each part. The loop is not in a graph.
 4  gather: the GEMM with token indices in place of copied rows. model_us: what tools/schedule.py computes for
    orders of experts, among them those that no kernel of ours has.
+   shared expert: one more of the routed experts, in their launch, beside launches of its own (`apart`).
 
 Cache hits and bytes from memory are ncu's (`counters`), in a process of its own; where ncu is missing or may
 not count, `counters` says so. model_l2_hits are those of tools/schedule.py.
@@ -42,7 +44,7 @@ import common
 import profiling
 import torch
 from common import Error
-from decode_case import CHECKED_TOKENS, Case, Setup
+from decode_case import CHECKED_TOKENS, Case, Setup, Weights, exact_experts
 from torch import Tensor
 
 OWN = "own"  # the shapes of the evaluation
@@ -54,6 +56,7 @@ LAYER_TOKENS = (1, 32, 128, 512, 2048, 4096)
 STAGES_AT = 512  # tokens
 PROFILED_AT = 2
 LOCAL_TOKENS = "1,64"
+SHARED_TOKENS = (4096, 8192)
 COUNTERS = {
     "l2_hits": "lts__t_sector_hit_rate.pct",
     "l1_hits": "l1tex__t_sector_hit_rate.pct",
@@ -66,7 +69,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = common.parser(__doc__, shape="of shapes.json or T,E,K,D,F; default: those of the evaluation")
     add = flags.add_argument
     add("--system", type=int, choices=SYSTEMS, action="append", help="may be repeated; default: all")
-    add("--tokens", type=bench_decode.counts, metavar="A,B,..", help="of systems 2 and 3")
+    parts = list(dict.fromkeys(name for parts, _ in SYSTEMS.values() for name in parts))
+    add("--part", choices=parts, metavar="NAME", help=f"default: all of {', '.join(parts)}")
+    add(
+        "--tokens",
+        type=bench_decode.counts,
+        metavar="A,B,..",
+        help="of systems 2 and 3, and of the shared expert",
+    )
     add("--profiled", action="store_true", help="only runs the kernels of --system that ncu counts")
     return flags.parse_args(argv)
 
@@ -264,8 +274,7 @@ def orders(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict
         ) | ({"schedule": name} if name in ORDERS else {"tier": name, "schedule": "default"})
 
 
-def system1(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
-    yield from orders(shape, dtype, options)
+def trained_layer(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
     layer = "dsv2-lite" if shape == OWN else shape
     yield from named("layer", by(bench_layer, "--peers loop,torch", layer, dtype, options))
 
@@ -319,7 +328,7 @@ def few_rows_sizes(shape: str) -> common.Sizes:
     return common.layer_sizes("mixtral-8x7b" if shape == OWN else shape)
 
 
-def system2(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
+def few_rows(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
     on_gpu, sizes = options.device == "cuda", few_rows_sizes(shape)
     case, names = FewRows(sizes, dtype, options.device), FEW_ORDERS if on_gpu else ("default",)
     source = source_of(options)
@@ -447,7 +456,7 @@ def layer_runs() -> dict[str, Callable]:
     return {"ours": ours, "halves": halves, "apart": apart, "loop": loop}
 
 
-def layers(shape: str, tokens: int, dtype: str, options: argparse.Namespace) -> dict:
+def dispatched_layer(shape: str, tokens: int, dtype: str, options: argparse.Namespace) -> dict:
     on_gpu, sizes = options.device == "cuda", common.layer_sizes(shape)._replace(num_tokens=tokens)
     case, found = Routed(sizes, Setup(dtype=dtype, device=options.device)), layer_runs()
     title, number = f"{shape}, {tokens} tokens", len(case.gates)
@@ -474,23 +483,46 @@ def layers(shape: str, tokens: int, dtype: str, options: argparse.Namespace) -> 
     return measured
 
 
-def system3(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
-    for name in ("mixtral-8x7b", "deepseek-v3") if shape == OWN else (shape,):
+def dispatched_models(shape: str) -> tuple[str, ...]:
+    return ("mixtral-8x7b", "deepseek-v3") if shape == OWN else (shape,)
+
+
+def dispatched_layers(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
+    for name in dispatched_models(shape):
         for tokens in options.tokens or LAYER_TOKENS:
             about = {"bench": "evaluation", "shape": name, "routing": "random", "dtype": dtype}
-            measured = layers(name, tokens, dtype, options)
+            measured = dispatched_layer(name, tokens, dtype, options)
             yield common.record(options, **about, layer="layer", what="forward", tokens=tokens, **measured)
+
+
+def stages(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
+    for name in dispatched_models(shape):
         tokens = STAGES_AT if shape == OWN else common.layer_sizes(name).num_tokens
         sizes = text_of(common.layer_sizes(name)._replace(num_tokens=tokens))
         kernels = " ".join(f"--what {what}" for what in ("router_logits", "route_and_plan", "permute"))
-        stages = by(bench_kernels, f"{kernels} --what combine", sizes, dtype, options)
-        yield from (r | {"model": name, "tokens": tokens} for r in named("stages", stages))
+        found = by(bench_kernels, f"{kernels} --what combine", sizes, dtype, options)
+        yield from (r | {"model": name, "tokens": tokens} for r in named("stages", found))
         peer = "" if options.device == "cuda" else "--peers loop"
         flags = f"--tokens {tokens} --roofline none {peer}"
         yield from named("stages", by(bench_decode, flags, name, dtype, options))
 
 
 # --- system 4: static batching ------------------------------------------------------------------------
+
+
+def static_layer(shape: str) -> str:
+    return "4096,64,8,3584,2560" if shape == OWN else shape
+
+
+def static_gemm(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
+    T, E, K, D, hidden = common.layer_sizes(static_layer(shape))
+    gemm = "static-batching" if shape == OWN else f"{T * K},{E},{D},{hidden}"
+    yield from named("GEMM", by(bench_gemm, "", gemm, dtype, options))
+
+
+def gathers(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
+    for distribution in ("balanced", "best", "one-each"):
+        yield gather(static_layer(shape), distribution, dtype, options)
 
 
 def gather(shape: str, distribution: str, dtype: str, options: argparse.Namespace) -> dict:
@@ -541,7 +573,7 @@ def gather(shape: str, distribution: str, dtype: str, options: argparse.Namespac
 def expert_orders(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
     """The worst case with skinny experts between the others and after them; and by the model, in system 4's
     two orders, too."""
-    T, E, K, D, hidden = sizes = common.layer_sizes(shape)
+    T, E, K, D, hidden = sizes = common.layer_sizes(static_layer(shape))
     case = bench_gemm.Plain((T * K, E, D, hidden), "one-each", dtype, options.device)
     gemm, on_gpu = case.grouped_mm(), options.device == "cuda"
     settings = {"default": "", "experts=in-turn": "experts=in-turn"} if on_gpu else {"default": ""}
@@ -579,18 +611,67 @@ def expert_orders(shape: str, dtype: str, options: argparse.Namespace) -> Iterat
         ) | {"schedule": name}
 
 
-def system4(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
-    layer = "4096,64,8,3584,2560" if shape == OWN else shape
-    T, E, K, D, hidden = common.layer_sizes(layer)
-    gemm = "static-batching" if shape == OWN else f"{T * K},{E},{D},{hidden}"
-    yield from named("GEMM", by(bench_gemm, "", gemm, dtype, options))
-    distributions = ("balanced", "best", "one-each")
-    yield from (gather(layer, distribution, dtype, options) for distribution in distributions)
-    yield from expert_orders(layer, dtype, options)
+def static_layers(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
     for routing in ("balanced", "worst", "one-each"):  # worst: as best, all tokens have the same K experts
-        yield from named(
-            "layer", by(bench_layer, f"--routing {routing} --peers torch", layer, dtype, options)
+        flags = f"--routing {routing} --peers torch"
+        yield from named("layer", by(bench_layer, flags, static_layer(shape), dtype, options))
+
+
+def shared_experts(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
+    name = "dsv3-8ranks" if shape == OWN else shape
+    sizes = common.layer_sizes(name)
+    for tokens in options.tokens or (SHARED_TOKENS if shape == OWN else (sizes.num_tokens,)):
+        about = {"bench": "evaluation", "shape": name, "routing": "random", "dtype": dtype}
+        measured = shared_expert(sizes._replace(num_tokens=tokens), dtype, options)
+        yield common.record(
+            options, **about, layer="shared expert", what="forward", tokens=tokens, **measured
         )
+
+
+def shared_expert(sizes: common.Sizes, dtype: str, options: argparse.Namespace) -> dict:
+    """Routed experts and a shared one of their width. `joined`: it is expert E of the same launches, and each
+    token has a slot of score 1 for it. `apart`: it has launches of its own, as in FusedMoE, and the combine
+    adds its output."""
+    import fused_moe
+
+    torch.manual_seed(0)
+    T, E, K, D, hidden = sizes
+    factory = {"dtype": common.DTYPES[dtype], "device": options.device}
+    x = torch.randn(T, D, **factory)
+    w1, w3 = (torch.randn(E + 1, hidden, D, **factory).mul_(D**-0.5) for _ in range(2))
+    w2 = torch.randn(E + 1, D, hidden, **factory).mul_(hidden**-0.5)
+    weights = Weights(w1, w2, w3)
+    (*routed, _), (*shared, _) = weights.map(lambda w: w[:E]), weights.map(lambda w: w[E:])
+    scores, ids = fused_moe.route(common.routing_logits("random", sizes, options.device), K, route_norm=True)
+    slots = torch.cat((scores, scores.new_ones(T, 1)), 1), torch.cat((ids, ids.new_full((T, 1), E)), 1)
+    counts = ids.new_full((1,), T)
+
+    def joined() -> Tensor:
+        return fused_moe.fused_experts(x, w1, w2, w3, *slots)
+
+    def apart() -> Tensor:
+        added = fused_moe.grouped_mlp(x, *shared, counts)
+        return fused_moe.fused_experts(x, *routed, scores, ids, shared=added)
+
+    some = torch.linspace(0, T - 1, min(T, bench_layer.CHECKED_TOKENS), device=options.device).long()
+    exact = exact_experts(x[some], weights, *(t[some] for t in slots), activation="silu")
+    outs, error = {"joined": joined(), "apart": apart()}, Error()
+    for name, out in outs.items():
+        error.add(name, out[some], exact)
+    checked = error.check(f"shared expert, {T} tokens", dtype)
+    gemms = common.dense_gemms(sizes._replace(top_k=K + 1), **factory)
+    runs = {"ours": joined, "apart": apart, "dense": lambda: [a @ b for a, b in gemms]}
+    mode = "queued" if options.device == "cuda" else common.DEFAULT_MODE
+    seconds = common.times(common.clock(options.device, **common.MODES[mode]), runs, options.repeats)
+    return {
+        "mode": mode,
+        "time_us": round(seconds["ours"] * 1e6, 1),
+        "tflops": round(6 * T * (K + 1) * D * hidden / seconds["ours"] / 1e12, 4),
+        "dense_ratio": common.ratio(seconds, "dense"),
+        "ratio_to_apart": common.ratio(seconds, "apart"),
+        "apart_bits": "same" if torch.equal(outs["joined"], outs["apart"]) else "other",
+        "max_rel_error": checked,
+    }
 
 
 # --- system 5: one kernel for all ---------------------------------------------------------------------
@@ -607,27 +688,45 @@ MODES = (
 )
 
 
-def system5(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
-    sizes = common.layer_sizes("ck-default" if shape == OWN else shape)
-    text, tokens = text_of(sizes), sizes.num_tokens
+def one_kernel_sizes(shape: str) -> common.Sizes:
+    return common.layer_sizes("ck-default" if shape == OWN else shape)
+
+
+def modes(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
+    sizes = one_kernel_sizes(shape)
     for name, flags in MODES:
-        yield from named(name, by(bench_decode, f"--tokens {tokens} {flags}", text, dtype, options))
+        asked = f"--tokens {sizes.num_tokens} {flags}"
+        yield from named(name, by(bench_decode, asked, text_of(sizes), dtype, options))
+
+
+def local_tokens(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
+    sizes = one_kernel_sizes(shape)
+    tokens = sizes.num_tokens
     local = LOCAL_TOKENS if shape == OWN else f"1,{tokens}"
     flags = f"--tokens {tokens} --gate-only --activation gelu --local-tokens {local}"
-    for r in by(bench_decode, flags, text, dtype, options):
+    for r in by(bench_decode, flags, text_of(sizes), dtype, options):
         yield r | {"layer": f"local tokens, {r['layer']}"}
 
 
 # --- command line -------------------------------------------------------------------------------------
 
 
-# The program of a system, and the dtypes that its evaluation has
+# The parts of a system, and the dtypes that its evaluation has
 SYSTEMS = {
-    1: (system1, ("bf16",)),
-    2: (system2, ("fp16", "bf16")),
-    3: (system3, ("fp16",)),
-    4: (system4, ("bf16",)),
-    5: (system5, ("bf16",)),
+    1: ({"GEMM": orders, "layer": trained_layer}, ("bf16",)),
+    2: ({"few rows": few_rows}, ("fp16", "bf16")),
+    3: ({"layer": dispatched_layers, "stages": stages}, ("fp16",)),
+    4: (
+        {
+            "GEMM": static_gemm,
+            "gather": gathers,
+            "order of experts": expert_orders,
+            "layer": static_layers,
+            "shared expert": shared_experts,
+        },
+        ("bf16",),
+    ),
+    5: ({"modes": modes, "local tokens": local_tokens}, ("bf16",)),
 }
 PROFILED = {1: profiled_orders, 2: profiled_few_rows}
 
@@ -640,12 +739,12 @@ def main(argv: list[str] | None = None) -> None:
 
     def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
         for number in options.system or SYSTEMS:
-            system, own = SYSTEMS[number]
+            parts, own = SYSTEMS[number]
             if options.profiled and number in PROFILED:
                 PROFILED[number](shape, dtype, options)
             elif not options.profiled and (dtypes or dtype in own):
-                for r in system(shape, dtype, options):
-                    yield r | {"system": number}
+                for part in (part for name, part in parts.items() if options.part in (None, name)):
+                    yield from (r | {"system": number} for r in part(shape, dtype, options))
 
     common.report(options, measure)
 

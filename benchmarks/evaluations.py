@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import common
-from bench_evaluations import FEW_ORDERS, LAYER_TOKENS, LOCAL_TOKENS, MODES, ORDERS
+from bench_evaluations import FEW_ORDERS, LAYER_TOKENS, LOCAL_TOKENS, MODES, ORDERS, SHARED_TOKENS
 from scaling import filled, table
 
 RESULTS = common.HERE / "results"
@@ -237,6 +237,19 @@ def expert_order_table(found: list[dict]) -> str:
     return table("order of experts, worst case | µs | of dense | µs by the model", rows)
 
 
+def shared_table(found: list[dict]) -> str:
+    rows = []
+    for tokens in SHARED_TOKENS:
+        r = pick(found, system=4, layer="shared expert", tokens=tokens)
+        apart = f"{r['time_us'] * r['ratio_to_apart'] / 1e3:.3g}" if r else MISSING
+        joined = f"{r['time_us'] / 1e3:.3g}" if r else MISSING
+        ratio = number(r, "ratio_to_apart", "{:.3f}x")
+        rows.append(
+            [str(tokens), apart, joined, ratio, number(r, "dense_ratio"), r.get("apart_bits", MISSING)]
+        )
+    return table("T | apart: ms | joined: ms | over apart | joined, of dense | bits of both", rows)
+
+
 def mode_table(found: list[dict]) -> str:
     own = [r for r in found if r["system"] == 5]
     formats = ("int8", "int8, compute int8", "int8, compute int8_smooth", "fp8", "fp8, compute fp8")
@@ -267,6 +280,7 @@ def tables() -> dict[str, str]:
         "first": first_token_table(),
         "static": static_table(found),
         "experts": expert_order_table(found),
+        "shared": shared_table(found),
         "modes": mode_table(found),
     }
 

@@ -145,6 +145,19 @@ RUNS = {
             *(("gather", case, "up, relu") for case in ("balanced", "best", "one-each")),
             ("order of experts", "one-each", "grouped_mm"),
             *(("layer", *case) for case in product(("balanced", "worst", "one-each"), PASSES)),
+            ("shared expert", "random", "forward"),
+        ],
+    ),
+    "a part of an evaluation": (
+        "bench_evaluations --part layer --tokens 5",
+        "system dtype layer routing what tokens",
+        [
+            (3, "fp16", "layer", "random", "forward", 5),
+            *((1, "bf16", "layer", "random", what, None) for what in PASSES),
+            *(
+                (4, "bf16", "layer", *case, None)
+                for case in product(("balanced", "worst", "one-each"), PASSES)
+            ),
         ],
     ),
     "evaluation of system 5": (

@@ -42,11 +42,14 @@ def test_records_fill_the_tables(pages, run, monkeypatch):
         r["torch_ratio"] = r["torch_ratio"] or 1.25
         if r["system"] == 3:
             r |= {"shape": "mixtral-8x7b", "launches": 3} if "model" not in r else {"model": "mixtral-8x7b"}
+        if r["layer"] == "shared expert":
+            r["tokens"] = pages.SHARED_TOKENS[r["tokens"] - 1]
     texts = pages.tables()
     for r in (r for r in found if r["system"] == 4 and r["layer"] == "gather"):
         cell = f"{r['tflops'] / pages.PEAK:.1%}, {r['dense_ratio']:.2f}, 1.25x"
         assert f" {cell} |" in texts["static"]
     assert texts["static"].count(pages.MISSING) == 0 and "a CPU" in texts["orders"]
+    assert texts["shared"].count(pages.MISSING) == 0 and texts["shared"].count("same") == 2
     assert texts["experts"].count(pages.MISSING) == 2  # the CPU has one order
     first = next(r for r in found if r["layer"] == "layer" and r["system"] == 3)
     assert f"| {first['time_us'] / 1e3:.3g} ms, {first['ratio_to_loop']:.1f}x | " in texts["layers"]
