@@ -441,21 +441,27 @@ def page_engine() -> str:
 
 
 def page_quantised() -> str:
-    name, tokens = "quantised_h100.json", (1, 8, 32, 128, 512, 2048)
+    return "\n\n".join(quantised(f"quantised_{card}.json") for card in ("h200", "h100"))
+
+
+def quantised(name: str) -> str:
+    tokens = (1, 8, 32, 128, 512, 2048)
+    peers = {"Marlin": "ratio_to_marlin", "Humming": "ratio_to_humming"}
     records = [r for r in common.read(RESULTS / name) if r["bench"] == "decode_quantised"]
+    peers = {peer: field for peer, field in peers.items() if any(r.get(field) for r in records)}
     rows = []
     for shape in dict.fromkeys(r["shape"] for r in records):
         for what in dict.fromkeys(r["what"] for r in records):
             every = [r for r in records if (r["shape"], r["what"]) == (shape, what)]
             own = {r["tokens"]: r for r in every if r["commit"] == records[0]["commit"]}
             cells = [ratio(own.get(t, {}), "ratio_to_bf16") for t in tokens]
-            for peer in ("ratio_to_marlin", "ratio_to_humming"):
-                found = [r[peer] for r in every if r.get(peer)]
+            for field in peers.values():
+                found = [r[field] for r in every if r.get(field) and r["tokens"] <= 128]
                 span = f"{min(found):.2f}x to {max(found):.2f}x" if found else ""
                 cells.append(f"{statistics.geometric_mean(found):.2f}x ({span})" if found else "")
             rows.append([f"{shape}, {what}", *cells])
-    headers = f"experts, tokens | {' | '.join(map(str, tokens))} | over Marlin | over Humming"
-    return plain(records, name, headers, rows)
+    headers = f"experts, tokens | {' | '.join(map(str, tokens))} | "
+    return plain(records, name, headers + " | ".join(f"over {peer}" for peer in peers), rows)
 
 
 def page_eight_bits() -> str:
