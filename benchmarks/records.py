@@ -28,7 +28,8 @@ def kept(r: dict) -> dict:
     for name, value in r.items():
         on_host = name in ("cpu", "threads") and r.get("gpu", "none") != "none"
         layers = name == "model" and isinstance(value, dict)  # torchtitan's settings
-        if value is None or name in UNREAD or value == USUAL.get(name) or on_host or layers:
+        timed = name == "bits_per_weight" and "weight_error" not in r  # read beside errors alone
+        if value is None or name in UNREAD or value == USUAL.get(name) or on_host or layers or timed:
             continue
         if isinstance(value, float) and ("error" in name or "loss" in name):
             value = float(f"{value:.{2 if name == 'max_rel_error' else DIGITS}g}")
