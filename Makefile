@@ -6,7 +6,7 @@
 # make docs     builds the documentation's site in build/docs; needs Python 3.11
 # make format   formats the code; make lint checks that, and .github
 # make types    checks the package's types with mypy
-# make wheel    builds dist/*.tar.gz, and dist/*.whl from it
+# make wheel    builds dist/*.tar.gz, and dist/*.whl from it; ARCH=aarch64, also on x86-64
 # make clean    removes build outputs; remove .venv, too, to start from scratch
 #
 # Each target does its set-up on a fresh machine, once: tools/setup.sh checks for the system's packages and
@@ -21,6 +21,11 @@ PYTHON = python3
 # Python; without an NVIDIA driver from CPU_INDEX, or with `make CPU_INDEX=` from pip's own index in any case.
 TORCH     ?= torch<=2.15.0
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+# The wheel's machine, and the tool that compiles for it if it is another one.
+MACHINE := $(shell uname -m)
+ARCH     = $(MACHINE)
+cross    = $(patsubst %,tools/%.py,$(filter-out $(MACHINE),$(ARCH)))
 
 MINUTES = 5
 
@@ -86,8 +91,9 @@ types: dev
 # that it runs on glibc 2.28, PyTorch's oldest, and names it so; PyTorch's libraries are found by name and stay outside.
 wheel: dev
 	rm -rf dist
-	FUSED_MOE_OBJECTS=$(CURDIR)/build/objects FUSED_MOE_MANYLINUX=1 $(python) -m build --no-isolation
-	PATH=$(abspath $(VENV))/bin:$$PATH auditwheel repair --plat manylinux_2_28_$$(uname -m) --only-plat \
+	FUSED_MOE_OBJECTS=$(CURDIR)/build/objects$(cross:%=-$(ARCH)) FUSED_MOE_MANYLINUX=1 \
+		$(cross:%=$(python) %) $(python) -m build --no-isolation
+	PATH=$(abspath $(VENV))/bin:$$PATH auditwheel repair --plat $(if $(cross),auto,manylinux_2_28_$(ARCH)) --only-plat \
 		--exclude 'libtorch*.so' --wheel-dir dist dist/*.whl
 	rm dist/*-linux_*.whl
 
