@@ -2,6 +2,10 @@
 written. tests/cuda/test_misuse.py has the same for CUDA, where they are clamped. On any device an operand
 whose storage was freed or shrunk is an error."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from cases import BF16, F32, Case, operator_calls
@@ -96,6 +100,23 @@ def test_route_backward_has_the_limits_of_route(device, experts, top_k):
     ids = torch.zeros(4, top_k, dtype=torch.int32, device=device)
     with pytest.raises(RuntimeError, match="fused_moe::route_backward: expected"):
         ops.route_backward(dscores, logits, ids, 0, False, 1.0, 1e-20)
+
+
+# What forward only keeps for backward, whose operator checks it.
+KEPT = {("experts_down", "h")}
+KEPT |= {("fp8_down", name) for name in ("h", "link_scale", "link_t", "link_t_scale", "x_scale")}
+
+
+def test_wrong_arguments_are_errors_before_anything_runs(cpu):
+    """A wrong shape, dtype, layout or number in any place of any call: an error before a tensor is read or
+    written. On any device the operators check alike, before they begin to launch."""
+    program = [sys.executable, str(Path(__file__).with_name("unreadable.py"))]
+    run = subprocess.run(program, capture_output=True, text=True)
+    lines = run.stdout.splitlines()
+    assert run.returncode == 0, f"{run.returncode} after {lines[-1:]}: {run.stderr}"
+    planted = {tuple(line.split()[:2]) for line in lines if not line.startswith("not refused: ")}
+    assert {name for name, _ in planted} == {*OPERATORS}
+    assert {tuple(line.split()[2:]) for line in lines if line.startswith("not refused: ")} == KEPT
 
 
 def cut(t: torch.Tensor, num_bytes: int, offset: int = 0) -> torch.Tensor:

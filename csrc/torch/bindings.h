@@ -211,6 +211,16 @@ RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const Te
 /* --- parts of operators --------------------------------------------------------------------------------- */
 
 /* route.cpp */
+/* A router's GEMM that has not run: operands are checked, memory is allocated. p points into the tensors. */
+struct PreparedLogits {
+    FusedMoeRouterLogits p;
+    Tensor x, weight, logits;
+    OptTensor bias;
+};
+
+PreparedLogits prepare_logits(const Tensor &x, const Tensor &weight, const OptTensor &bias);
+void run_logits(const Call &call, const PreparedLogits &logits);
+
 /* How experts are chosen and scored: ROUTING of library.cpp. */
 struct Routing {
     int64_t top_k, score_func;
@@ -235,6 +245,19 @@ PreparedRoute prepare_route(const Tensor &logits, const OptTensor &bias, const R
                             const OptTensor &given_ids, const OptTensor &num_tokens,
                             const OptTensor &expert_scale);
 void run_route(const Call &call, const FusedMoeRoute &p);
+
+/* The gradient of a choice's logits, all operands checked but dscores, which a kernel may have to make. */
+struct PreparedRouteBackward {
+    FusedMoeRouteBackward p;
+    Tensor logits, ids;
+    OptTensor expert_scale;
+};
+
+PreparedRouteBackward prepare_route_backward(const char *op, const Tensor &logits, const Tensor &ids,
+                                             int64_t score_func, bool route_norm, double route_scale,
+                                             double route_norm_eps, const OptTensor &expert_scale);
+/* dscores: a dense (T, K), of the scores' dtype. */
+Tensor run_route_backward(const Call &call, const PreparedRouteBackward &route, const Tensor &dscores);
 
 /* dx = dlogits weight, or dx += dlogits weight; weight is a dense (E, D). */
 void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &weight, const Tensor &dx,

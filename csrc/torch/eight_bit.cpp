@@ -144,6 +144,7 @@ std::tuple<Tensor, Tensor> run_eight_bits(const char *op, const ExpertsArguments
     const Counters counters = find_counters(call, x);
     plan.p.counters = counters.to_zero ? counters.data : nullptr; /* which the plan's kernel has to zero */
     plan.p.tile_rows = FUSED_MOE_TILE_ROWS;
+    if (chosen.logits) run_logits(call, *chosen.logits);
     run_private_plan(call, plan, route, planner);
     up.up.workspace.counters = down.down.workspace.counters = counters.data;
     if (R == 0) {

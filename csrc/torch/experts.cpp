@@ -42,7 +42,8 @@ static bool run_together(const Call &call, const UpSide &up, const DownSide &dow
 #endif
 }
 
-static ChosenExperts chosen_experts(const char *op, const ExpertsArguments &given, int64_t E) {
+static ChosenExperts chosen_experts(const char *op, const ExpertsArguments &given, const Tensor &x,
+                                    int64_t E) {
     if (!given.gate) {
         check(given.scores && given.ids, op, "scores and ids, or a gate", "neither");
         check(!given.gate_bias && !given.expert_bias && !given.expert_scale && !given.num_tokens &&
@@ -53,12 +54,12 @@ static ChosenExperts chosen_experts(const char *op, const ExpertsArguments &give
     check(!given.scores && !given.expert_map, op, "no scores and no expert_map beside a gate", "one of them");
     check_dim(op, "gate", *given.gate, 2);
     check_size(op, "experts of gate", given.gate->size(0), E, E);
-    const Tensor logits = router_logits(given.x, *given.gate, given.gate_bias);
-    PreparedRoute route = prepare_route(logits, given.expert_bias,
+    PreparedLogits logits = prepare_logits(x, *given.gate, given.gate_bias);
+    PreparedRoute route = prepare_route(logits.logits, given.expert_bias,
                                         routing_of(op, given.routing, given.constants[2], given.constants[3]),
                                         given.ids, given.num_tokens, given.expert_scale);
     const Tensor scores = route.scores, ids = route.ids;
-    return {scores, ids, logits, std::move(route)};
+    return {scores, ids, std::move(logits), std::move(route)};
 }
 
 /* Both sides' results: kept is [h, packed] if the call keeps them for backward. */
@@ -75,10 +76,7 @@ static Sides keep_sides(const char *op, const ExpertsArguments &given, const Ten
                         const FusedMoeWeight &w2, int64_t D) {
     const int64_t bytes = (int64_t)x.element_size();
     PrivatePlan plan = prepare_plan(op, chosen.ids, x, s.E, {});
-    const FusedMoeRoute *route = chosen.route ? &chosen.route->p : nullptr;
     const int64_t R = plan.rows.p.R, y_offset = part_end(R * s.F * bytes);
-    const Call call = begin_call(op, plan.ids);
-    run_private_plan(call, plan, route, FUSED_MOE_PLAN_BY_KERNELS);
     const Tensor h = new_tensor(x, {R, s.H});
     const Tensor both = new_tensor(x, {y_offset + R * D * bytes}, ScalarType::Byte);
     char *const a = (char *)both.mutable_data_ptr();
@@ -87,6 +85,9 @@ static Sides keep_sides(const char *op, const ExpertsArguments &given, const Ten
                         {given.constants[0], given.constants[1]}, a, h);
     DownSide down = down_side(op, x, a, s.F, w2, D, given.b2, chosen.scores, plan.rows,
                               {given.shared, given.shared_gate}, a + y_offset, out);
+    const Call call = begin_call(op, plan.ids);
+    run_logits(call, *chosen.logits);
+    run_private_plan(call, plan, &chosen.route->p, FUSED_MOE_PLAN_BY_KERNELS);
     run_up_side(call, up, x);
     run_down_side(call, down, x);
     return {out, plan.counts, {h, plan.memory}};
@@ -121,6 +122,7 @@ static std::tuple<Tensor, Tensor> run_sides(const char *op, const ExpertsArgumen
         p.tile_rows = tile_rows;
         run_private_plan(call, plan, route, planner);
     };
+    if (chosen.logits) run_logits(call, *chosen.logits);
     if (run_together(call, up, down, x, make_plan)) return {out, plan.counts};
 
     const Counters counters = find_counters(call, x);
@@ -175,10 +177,10 @@ static ExpertsResult run_experts(const char *op, const ExpertsArguments &given, 
           "constants of [alpha, limit], beside a gate with route_scale and route_norm_eps", "another number");
     check(!given.keeps || (given.gate && given.formats.empty() && !given.score_on_input && !out), op,
           "keeps beside a gate, with float weights, scored outputs and a new result", "another call");
-    const ChosenExperts chosen = chosen_experts(op, given, given.w1[0].size(0));
     const Tensor x = aligned(given.x);
+    const ChosenExperts chosen = chosen_experts(op, given, x, given.w1[0].size(0));
     TensorList routed;
-    if (chosen.logits) routed = {chosen.ids, *chosen.logits};
+    if (chosen.logits) routed = {chosen.ids, chosen.logits->logits};
     if (given.formats.empty()) {
         const Sides sides = run_float(op, given, x, chosen, out);
         if (given.keeps) routed.insert(routed.end(), {chosen.scores, sides.kept[0], sides.kept[1]});

@@ -41,68 +41,100 @@ struct NeededDownGrads {
     OptTensor dh, dw2, db2, dscores;
 };
 
-/* A weight's gradient is added to its main_grad where there is one; dw1 and dw3 are then absent. The
- * router's gradient of x, dlogits gate, is added to dx. */
-static NeededUpGrads run_up_backward(const char *op, const Tensor &dh_, const Tensor &x_, const Tensor &w1,
-                                     const OptTensor &w3, const OptTensor &scores_, const TensorList &plan,
-                                     int64_t layout, bool need_dx, bool need_dw1, bool need_dw3,
-                                     bool need_db1, bool need_db3, bool need_dscores,
-                                     const OptTensor &main_grad1, const OptTensor &main_grad3,
-                                     const OptTensor &dlogits_, const OptTensor &gate_) {
-    check_dim(op, "x", x_, 2);
-    Tensor x = aligned(x_);
-    Width s = width_of(op, w1, w3, layout);
-    RowMap map = row_map_of(op, x, RowsOf::TOKENS, s.E, plan);
-    int64_t T = map.p.T, K = map.p.K, R = map.p.R;
-    Tensor dh = operand(op, "dh", dh_, x, {R, s.H});
-    OptTensor scores = scores_of(op, scores_, x, {T, K});
-    check(dlogits_.has_value() == gate_.has_value(), op, "dlogits with gate", "one without the other");
-    const int64_t num_logits = gate_ ? gate_->size(0) : 0;
-    OptTensor gate = operand(op, "gate", gate_, x, {num_logits, s.D});
-    OptTensor dlogits = operand(op, "dlogits", dlogits_, x, {x.size(0), num_logits});
-    check_size(op, "x's width", x.size(1), s.D, s.D);
-    check_scores(op, scores, map);
-    check((w3 || !(need_dw3 || need_db3)) && (scores || !need_dscores), op,
-          "w3 and scores where their gradients are needed", "one of them absent");
-    UpWeights weights = up_weights(op, w1, w3, x, s);
-    FusedMoeWeight sums[2] = {}, fresh[2] = {};
-    if (need_dw1 && main_grad1) sums[0] = main_grad(op, "main_grad1", *main_grad1, x, {s.E, s.w1_rows, s.D});
-    if (need_dw3 && main_grad3) sums[1] = main_grad(op, "main_grad3", *main_grad3, x, {s.E, s.F, s.D});
-    (void)float_dtype(op, x);
+struct UpNeeds {
+    bool dx, dw1, dw3, db1, db3, dscores;
+};
 
-    Call call = begin_call(op, x);
+/* What the backward of the up side reads, checked, but dh: a kernel may have to make that. */
+struct UpBackward {
+    const Tensor &w1;
+    const OptTensor &w3;
+    Tensor x;
+    OptTensor scores;
+    RowMap map;
+    Width s;
+    UpWeights weights;
+    UpNeeds needs;
+    std::optional<FusedMoeWeight> main_grad1, main_grad3;
+};
+
+static UpBackward up_backward_of(const char *op, const Tensor &x_, const Tensor &w1, const OptTensor &w3,
+                                 const OptTensor &scores, const TensorList &plan, int64_t layout,
+                                 const UpNeeds &needs, const OptTensor &main_grad1,
+                                 const OptTensor &main_grad3) {
+    check_dim(op, "x", x_, 2);
+    (void)float_dtype(op, x_);
+    const Tensor x = aligned(x_);
+    const Width s = width_of(op, w1, w3, layout);
+    RowMap map = row_map_of(op, x, RowsOf::TOKENS, s.E, plan);
+    UpBackward up = {w1,
+                     w3,
+                     x,
+                     scores_of(op, scores, x, {map.p.T, map.p.K}),
+                     std::move(map),
+                     s,
+                     up_weights(op, w1, w3, x, s),
+                     needs,
+                     {},
+                     {}};
+    check_size(op, "x's width", x.size(1), s.D, s.D);
+    check_scores(op, up.scores, up.map);
+    check((w3 || !(needs.dw3 || needs.db3)) && (up.scores || !needs.dscores), op,
+          "w3 and scores where their gradients are needed", "one of them absent");
+    if (needs.dw1 && main_grad1)
+        up.main_grad1 = main_grad(op, "main_grad1", *main_grad1, x, {s.E, s.w1_rows, s.D});
+    if (needs.dw3 && main_grad3) up.main_grad3 = main_grad(op, "main_grad3", *main_grad3, x, {s.E, s.F, s.D});
+    return up;
+}
+
+/* A weight's gradient is added to its main_grad where there is one; dw1 and dw3 are then absent. The
+ * router's gradient of x, dlogits gate, is added to dx. dh, dlogits and gate are operands like x. */
+static NeededUpGrads run_up_backward(const Call &call, const UpBackward &up, const Tensor &dh,
+                                     const OptTensor &dlogits, const OptTensor &gate) {
+    const auto &[w1, w3, x, scores, map, s, weights, needs, main_grad1, main_grad3] = up;
+    const int64_t T = map.p.T, K = map.p.K, R = map.p.R;
     OptTensor dx, dw1, dw3, db1, db3, dscores;
-    if (need_dx || need_dscores) {
+    if (needs.dx || needs.dscores) {
         Tensor dx_rows = run_up_dgrad(call, dh, weights, s, map);
-        if (need_dscores) {
+        if (needs.dscores) {
             dscores = new_tensor(x, {T, K}, score_dtype(x));
             run_unpermute_backward(call, x, dx_rows, {}, map, {}, dscores);
         }
-        if (need_dx && map.has_maps) {
+        if (needs.dx && map.has_maps) {
             dx = new_tensor(x, {T, s.D});
-            run_unpermute(call, unpermute_of(op, dx_rows, scores, map, *dx));
-        } else if (need_dx) {
+            run_unpermute(call, unpermute_of(call.op, dx_rows, scores, map, *dx));
+        } else if (needs.dx) {
             dx = dx_rows;
         }
-        if (need_dx && dlogits) run_router_dgrad(call, *dlogits, *gate, *dx, true);
+        if (needs.dx && dlogits) run_router_dgrad(call, *dlogits, *gate, *dx, true);
     }
-    if (need_dw1 && !main_grad1) fresh[0] = weight(*(dw1 = new_grad(w1)));
-    if (need_dw3 && !main_grad3) fresh[1] = weight(*(dw3 = new_grad(*w3)));
+    FusedMoeWeight sums[2] = {}, fresh[2] = {};
+    if (main_grad1) sums[0] = *main_grad1;
+    if (main_grad3) sums[1] = *main_grad3;
+    if (needs.dw1 && !main_grad1) fresh[0] = weight(*(dw1 = new_grad(w1)));
+    if (needs.dw3 && !main_grad3) fresh[1] = weight(*(dw3 = new_grad(*w3)));
     const int64_t M[2] = {s.w1_rows, w3 ? s.F : 0};
     const GatheredRows x_rows = {&x, map.p.row_token, map.p.row_slot, scores ? &*scores : nullptr};
     run_wgrad(call, dh, x_rows, fresh, M, false, grouping_of(map));
     run_wgrad(call, dh, x_rows, sums, M, true, grouping_of(map));
-    if (need_db1 || need_db3) {
+    if (needs.db1 || needs.db3) {
         Tensor db = new_tensor(x, {s.E, s.H});
         run_bias_grad(call, {&dh, nullptr, nullptr, nullptr}, R, grouping_of(map), db);
-        if (need_db1) db1 = w3 ? columns(db, 0, s.F) : db;
-        if (need_db3) db3 = columns(db, s.F, s.F);
+        if (needs.db1) db1 = w3 ? columns(db, 0, s.F) : db;
+        if (needs.db3) db3 = columns(db, s.F, s.F);
     }
     return {dx, dw1, dw3, db1, db3, dscores};
 }
 
-static UpGrads with_empty_results(const NeededUpGrads &needed, const Tensor &x) {
-    auto [dx, dw1, dw3, db1, db3, dscores] = needed;
+static UpGrads run_up_backward(const char *op, const UpBackward &up, const Tensor &dh_,
+                               const OptTensor &dlogits_, const OptTensor &gate_) {
+    const Tensor &x = up.x, dh = operand(op, "dh", dh_, x, {up.map.p.R, up.s.H});
+    check(dlogits_.has_value() == gate_.has_value(), op, "dlogits with gate", "one without the other");
+    if (gate_) check_dim(op, "gate", *gate_, 2);
+    const int64_t num_logits = gate_ ? gate_->size(0) : 0;
+    const OptTensor gate = operand(op, "gate", gate_, x, {num_logits, up.s.D});
+    const OptTensor dlogits = operand(op, "dlogits", dlogits_, x, {x.size(0), num_logits});
+    auto [dx, dw1, dw3, db1, db3, dscores] = run_up_backward(begin_call(op, x), up, dh, dlogits, gate);
     for (OptTensor *grad : {&dx, &dw1, &dw3, &db1, &db3})
         if (!*grad) *grad = new_empty_result(x);
     if (!dscores) dscores = new_empty_result(x, score_dtype(x));
@@ -113,10 +145,10 @@ UpGrads experts_up_backward(const Tensor &dh, const Tensor &x, const Tensor &w1,
                             const OptTensor &scores, const TensorList &plan, int64_t layout, bool need_dx,
                             bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores,
                             const OptTensor &dlogits, const OptTensor &gate) {
-    const auto grads =
-        run_up_backward("experts_up_backward", dh, x, w1, w3, scores, plan, layout, need_dx, need_dw1,
-                        need_dw3, need_db1, need_db3, need_dscores, {}, {}, dlogits, gate);
-    return with_empty_results(grads, x);
+    const char *op = "experts_up_backward";
+    const UpNeeds needs = {need_dx, need_dw1, need_dw3, need_db1, need_db3, need_dscores};
+    return run_up_backward(op, up_backward_of(op, x, w1, w3, scores, plan, layout, needs, {}, {}), dh,
+                           dlogits, gate);
 }
 
 UpGrads experts_up_backward_accumulate(const Tensor &dh, const Tensor &x, const Tensor &w1,
@@ -125,10 +157,11 @@ UpGrads experts_up_backward_accumulate(const Tensor &dh, const Tensor &x, const 
                                        bool need_db1, bool need_db3, bool need_dscores,
                                        const OptTensor &main_grad1, const OptTensor &main_grad3,
                                        const OptTensor &dlogits, const OptTensor &gate) {
-    const auto grads = run_up_backward("experts_up_backward_accumulate", dh, x, w1, w3, scores, plan, layout,
-                                       need_dx, need_dw1, need_dw3, need_db1, need_db3, need_dscores,
-                                       main_grad1, main_grad3, dlogits, gate);
-    return with_empty_results(grads, x);
+    const char *op = "experts_up_backward_accumulate";
+    const UpNeeds needs = {need_dx, need_dw1, need_dw3, need_db1, need_db3, need_dscores};
+    return run_up_backward(op,
+                           up_backward_of(op, x, w1, w3, scores, plan, layout, needs, main_grad1, main_grad3),
+                           dh, dlogits, gate);
 }
 
 /* --- down side ------------------------------------------------------------------------------------------ */
@@ -194,42 +227,58 @@ std::tuple<Tensor, Tensor, Tensor> down_dgrad(const Tensor &dout, const Tensor &
     return {dh, a_scaled, dscores};
 }
 
-/* dw2 is added to main_grad2 where there is one; it is then absent. */
-static NeededDownGrads run_down_backward(const char *op, const Tensor &dout, const Tensor &h,
-                                         const Tensor &w2, const OptTensor &b2, const OptTensor &scores,
-                                         const TensorList &plan, int64_t layout, int64_t activation,
-                                         const Constants &constants, bool need_dh, bool need_dw2,
-                                         bool need_db2, bool need_dscores, const OptTensor &main_grad2) {
-    DownDgrad d = down_dgrad_of(op, dout, w2, b2, h, scores, plan, layout, activation, constants);
-    const FusedMoeRowMap &map = d.map.p;
-    int64_t E = map.E, R = map.R, D = d.p.D, F = d.p.F;
-    FusedMoeWeight dw = {};
-    if (need_dw2 && main_grad2) dw = main_grad(op, "main_grad2", *main_grad2, d.dout, {E, D, F});
+struct DownNeeds {
+    bool dh, dw2, db2, dscores;
+};
 
-    Call call = begin_call(op, d.dout);
+/* What the backward of the down side reads, checked. */
+struct DownBackward {
+    const Tensor &w2;
+    DownDgrad d;
+    DownNeeds needs;
+    std::optional<FusedMoeWeight> main_grad2;
+};
+
+static DownBackward down_backward_of(const char *op, const Tensor &dout, const Tensor &h, const Tensor &w2,
+                                     const OptTensor &b2, const OptTensor &scores, const TensorList &plan,
+                                     int64_t layout, int64_t activation, const Constants &constants,
+                                     const DownNeeds &needs, const OptTensor &main_grad2) {
+    DownBackward down = {
+        w2, down_dgrad_of(op, dout, w2, b2, h, scores, plan, layout, activation, constants), needs, {}};
+    const auto &p = down.d.p;
+    if (needs.dw2 && main_grad2)
+        down.main_grad2 = main_grad(op, "main_grad2", *main_grad2, down.d.dout, {p.row_map.E, p.D, p.F});
+    return down;
+}
+
+/* dw2 is added to main_grad2 where there is one; it is then absent. */
+static NeededDownGrads run_down_backward(const Call &call, DownBackward &down) {
+    auto &[w2, d, needs, main_grad2] = down;
+    const FusedMoeRowMap &map = d.map.p;
+    const int64_t R = map.R, F = d.p.F;
     OptTensor dh, a_scaled, dscores, dw2, db2;
-    if (need_dh) {
+    if (needs.dh) {
         dh = new_tensor(d.h, {d.h.size(0), d.h.size(1)});
         d.p.dh = dh->mutable_data_ptr();
     }
-    if (need_dscores) {
+    if (needs.dscores) {
         dscores = new_tensor(d.dout, {map.T, map.K}, score_dtype(d.dout));
         d.p.dscores = dscores->mutable_data_ptr();
     }
-    if (need_dw2) {
+    if (needs.dw2) {
         a_scaled = new_tensor(d.dout, {R, F});
         d.p.a_scaled = a_scaled->mutable_data_ptr();
     }
-    if (need_dh || need_dscores || need_dw2) run_down_dgrad(call, d);
-    if (need_dw2) {
-        if (!main_grad2) dw = weight(*(dw2 = new_grad(w2)));
+    if (needs.dh || needs.dscores || needs.dw2) run_down_dgrad(call, d);
+    if (needs.dw2) {
+        const FusedMoeWeight dw = main_grad2 ? *main_grad2 : weight(*(dw2 = new_grad(w2)));
         const FusedMoeWeight parts[2] = {transposed(dw), {}};
         const int64_t M[2] = {F, 0};
         const GatheredRows dout_rows = {&d.dout, map.row_token, nullptr, nullptr};
         run_wgrad(call, *a_scaled, dout_rows, parts, M, main_grad2.has_value(), grouping_of(d.map));
     }
-    if (need_db2) {
-        db2 = new_tensor(d.dout, {E, D});
+    if (needs.db2) {
+        db2 = new_tensor(d.dout, {map.E, d.p.D});
         const GatheredRows dout_rows = {&d.dout, map.row_token, map.row_slot,
                                         d.scores ? &*d.scores : nullptr};
         run_bias_grad(call, dout_rows, R, grouping_of(d.map), *db2);
@@ -237,8 +286,9 @@ static NeededDownGrads run_down_backward(const char *op, const Tensor &dout, con
     return {dh, dw2, db2, dscores};
 }
 
-static DownGrads with_empty_results(const NeededDownGrads &needed, const Tensor &dout) {
-    auto [dh, dw2, db2, dscores] = needed;
+static DownGrads run_down_backward(const char *op, DownBackward down) {
+    const Tensor &dout = down.d.dout;
+    auto [dh, dw2, db2, dscores] = run_down_backward(begin_call(op, dout), down);
     for (OptTensor *grad : {&dh, &dw2, &db2})
         if (!*grad) *grad = new_empty_result(dout);
     if (!dscores) dscores = new_empty_result(dout, score_dtype(dout));
@@ -249,10 +299,10 @@ DownGrads experts_down_backward(const Tensor &dout, const Tensor &h, const Tenso
                                 const OptTensor &scores, const TensorList &plan, int64_t layout,
                                 int64_t activation, const Constants &constants, bool need_dh, bool need_dw2,
                                 bool need_db2, bool need_dscores) {
-    const auto grads =
-        run_down_backward("experts_down_backward", dout, h, w2, b2, scores, plan, layout, activation,
-                          constants, need_dh, need_dw2, need_db2, need_dscores, {});
-    return with_empty_results(grads, dout);
+    const char *op = "experts_down_backward";
+    return run_down_backward(op,
+                             down_backward_of(op, dout, h, w2, b2, scores, plan, layout, activation,
+                                              constants, {need_dh, need_dw2, need_db2, need_dscores}, {}));
 }
 
 DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, const Tensor &w2,
@@ -260,10 +310,10 @@ DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, 
                                            const TensorList &plan, int64_t layout, int64_t activation,
                                            const Constants &constants, bool need_dh, bool need_dw2,
                                            bool need_db2, bool need_dscores, const OptTensor &main_grad2) {
-    const auto grads =
-        run_down_backward("experts_down_backward_accumulate", dout, h, w2, b2, scores, plan, layout,
-                          activation, constants, need_dh, need_dw2, need_db2, need_dscores, main_grad2);
-    return with_empty_results(grads, dout);
+    const char *op = "experts_down_backward_accumulate";
+    return run_down_backward(op, down_backward_of(op, dout, h, w2, b2, scores, plan, layout, activation,
+                                                  constants, {need_dh, need_dw2, need_db2, need_dscores},
+                                                  main_grad2));
 }
 
 /* --- both sides and the router -------------------------------------------------------------------------- */
@@ -288,15 +338,29 @@ TensorList experts_backward(const Tensor &dout, const Tensor &x, const Tensor &w
     check(routing.size() == 6, op, "routing of six integers", "another number");
     check(needs.size() == 7, op, "needs of dw1, dw3, dw2, db1, db3, db2 and dscores", "another number");
     check(plan.size() == 2 && plan[1].dim() == 2, op, "a packed plan", "another one");
-    check_dim(op, "gate", gate, 2);
     const Constants of_activation = {constants[0], constants[1]};
-    const auto down = run_down_backward(op, dout, h, w2, b2, scores, plan, layout, activation, of_activation,
-                                        true, needs[2], needs[5], true, {});
-    const Tensor dlogits = route_backward(*down.dscores, logits, plan[1], routing[1], routing[2] != 0,
-                                          constants[2], constants[3], expert_scale);
+    DownBackward down_side = down_backward_of(op, dout, h, w2, b2, scores, plan, layout, activation,
+                                              of_activation, {true, needs[2] != 0, needs[5] != 0, true}, {});
+    const UpNeeds up_needs = {true, needs[0] != 0, needs[1] != 0, needs[3] != 0, needs[4] != 0, false};
+    const UpBackward up_side = up_backward_of(op, x, w1, w3, {}, plan, layout, up_needs, {}, {});
+    const PreparedRouteBackward route = prepare_route_backward(
+        op, logits, plan[1], routing[1], routing[2] != 0, constants[2], constants[3], expert_scale);
+    const Width &s = up_side.s;
+    check_size(op, "w2's width", w2.size(2), s.F, s.F);
+    check_dtype(op, "dout", dout, x.scalar_type());
+    check_device(op, "dout", dout, x);
+    check_shape(op, "logits", logits, {x.size(0), s.E});
+    check_dtype(op, "logits", logits, score_dtype(x));
+    check_device(op, "logits", logits, x);
+    check_shape(op, "gate", gate, {s.E, s.D});
+    check_device(op, "gate", gate, x);
+    if (gate.scalar_type() != ScalarType::Float) check_dtype(op, "gate", gate, x.scalar_type());
+
+    const Call call = begin_call(op, x);
+    const auto down = run_down_backward(call, down_side);
+    const Tensor dlogits = run_route_backward(call, route, *down.dscores);
     const Tensor rounded = in_dtype_of(dlogits, x);
-    const auto up = run_up_backward(op, *down.dh, x, w1, w3, {}, plan, layout, true, needs[0], needs[1],
-                                    needs[3], needs[4], false, {}, {}, rounded, in_dtype_of(gate, x));
+    const auto up = run_up_backward(call, up_side, *down.dh, rounded, aligned(in_dtype_of(gate, x)));
     TensorList grads = {*up.dx, dlogits};
     if (dlogits.scalar_type() != x.scalar_type()) grads.push_back(rounded);
     for (const OptTensor *grad : {&up.dw1, &up.dw3, &down.dw2, &up.db1, &up.db3, &down.db2})

@@ -12,7 +12,7 @@ static void check_router(const char *op, const Tensor &weight, int64_t num_token
     check_size(op, "tokens", num_tokens, 0, MAX_ROWS);
 }
 
-Tensor router_logits(const Tensor &x_, const Tensor &weight_, const OptTensor &bias_) {
+PreparedLogits prepare_logits(const Tensor &x_, const Tensor &weight_, const OptTensor &bias_) {
     const char *op = "router_logits";
     check_dim(op, "x", x_, 2);
     check_router(op, weight_, x_.size(0));
@@ -20,13 +20,12 @@ Tensor router_logits(const Tensor &x_, const Tensor &weight_, const OptTensor &b
     const bool is_16_bit = x_.scalar_type() == ScalarType::Half || x_.scalar_type() == ScalarType::BFloat16;
     const bool is_mixed = is_16_bit && weight_.scalar_type() == ScalarType::Float;
     check_device(op, "weight", weight_, x_);
+    FusedMoeRouterLogits p = {};
+    p.dtype = float_dtype(op, x_);
+    p.weight_dtype = float_dtype(op, weight_);
     Tensor x = operand(op, "x", x_, x_, {T, D});
     Tensor weight = operand(op, "weight", weight_, is_mixed ? weight_ : x, {E, D});
     OptTensor bias = operand(op, "bias", bias_, weight, {E});
-    FusedMoeRouterLogits p = {};
-    p.dtype = float_dtype(op, x);
-    p.weight_dtype = float_dtype(op, weight);
-    Call call = begin_call(op, x);
     Tensor logits = new_tensor(x, {T, E}, score_dtype(x));
     p.x = data(x);
     p.weight = data(weight);
@@ -35,9 +34,19 @@ Tensor router_logits(const Tensor &x_, const Tensor &weight_, const OptTensor &b
     p.T = T;
     p.D = D;
     p.E = (int32_t)E;
-    run_tiered(call, p, x, fused_moe_cpu_router_logits, CUDA(fused_moe_cuda_select_router_logits),
+    return {p, x, weight, logits, bias};
+}
+
+void run_logits(const Call &call, const PreparedLogits &logits) {
+    FusedMoeRouterLogits p = logits.p;
+    run_tiered(call, p, logits.x, fused_moe_cpu_router_logits, CUDA(fused_moe_cuda_select_router_logits),
                CUDA(fused_moe_cuda_router_logits));
-    return logits;
+}
+
+Tensor router_logits(const Tensor &x, const Tensor &weight, const OptTensor &bias) {
+    const PreparedLogits own = prepare_logits(x, weight, bias);
+    run_logits(begin_call("router_logits", own.x), own);
+    return own.logits;
 }
 
 void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &weight, const Tensor &dx,
@@ -164,10 +173,9 @@ std::tuple<Tensor, Tensor> route(const Tensor &logits, const OptTensor &bias, in
     return {own.scores, own.ids};
 }
 
-Tensor route_backward(const Tensor &dscores_, const Tensor &logits_, const Tensor &ids_, int64_t score_func,
-                      bool route_norm, double route_scale, double route_norm_eps,
-                      const OptTensor &expert_scale) {
-    const char *op = "route_backward";
+PreparedRouteBackward prepare_route_backward(const char *op, const Tensor &logits_, const Tensor &ids_,
+                                             int64_t score_func, bool route_norm, double route_scale,
+                                             double route_norm_eps, const OptTensor &expert_scale) {
     check_dim(op, "logits", logits_, 2);
     check_size(op, "score_func", score_func, FUSED_MOE_SOFTMAX, FUSED_MOE_SQRTSOFTPLUS);
     Tensor logits = dense(logits_), ids = index_tensor(op, "ids", ids_, logits, 2);
@@ -175,18 +183,12 @@ Tensor route_backward(const Tensor &dscores_, const Tensor &logits_, const Tenso
     check_size(op, "experts", E, 1, MAX_ROUTED_EXPERTS);
     check_size(op, "top_k", K, 1, MAX_TOP_K);
     check_shape(op, "ids", ids, {T, K});
-    Tensor dscores = *scores_of(op, dscores_, logits, {T, K});
     OptTensor scale = scale_of(op, expert_scale, logits);
-
     FusedMoeRouteBackward p = {};
     p.dtype = float_dtype(op, logits);
-    Call call = begin_call(op, logits);
-    Tensor dlogits = new_tensor(logits, {T, E});
-    p.dscores = data(dscores);
     p.logits = data(logits);
     p.ids = ints(ids);
     p.expert_scale = data(scale);
-    p.dlogits = dlogits.mutable_data_ptr();
     p.score_func = (FusedMoeScoreFunc)score_func;
     p.route_norm = route_norm;
     p.route_scale = route_scale;
@@ -194,6 +196,24 @@ Tensor route_backward(const Tensor &dscores_, const Tensor &logits_, const Tenso
     p.T = T;
     p.E = (int32_t)E;
     p.K = (int32_t)K;
+    return {p, logits, ids, scale};
+}
+
+Tensor run_route_backward(const Call &call, const PreparedRouteBackward &route, const Tensor &dscores) {
+    FusedMoeRouteBackward p = route.p;
+    Tensor dlogits = new_tensor(route.logits, {p.T, p.E});
+    p.dscores = data(dscores);
+    p.dlogits = dlogits.mutable_data_ptr();
     run(call, p, fused_moe_cpu_route_backward, CUDA(fused_moe_cuda_route_backward));
     return dlogits;
+}
+
+Tensor route_backward(const Tensor &dscores_, const Tensor &logits, const Tensor &ids, int64_t score_func,
+                      bool route_norm, double route_scale, double route_norm_eps,
+                      const OptTensor &expert_scale) {
+    const char *op = "route_backward";
+    const PreparedRouteBackward own = prepare_route_backward(op, logits, ids, score_func, route_norm,
+                                                             route_scale, route_norm_eps, expert_scale);
+    const Tensor dscores = *scores_of(op, dscores_, own.logits, {own.p.T, own.p.K});
+    return run_route_backward(begin_call(op, own.logits), own, dscores);
 }

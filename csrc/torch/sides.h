@@ -72,10 +72,10 @@ Tensor out_of(const char *op, const OptTensor &given, const Tensor &x, int64_t D
 
 /* --- the experts without gradients ---------------------------------------------------------------------- */
 
-/* The experts of each token: as they are given, or a router's choice, which has not run. */
+/* The experts of each token: as they are given, or a router's choice, whose logits and route have not run. */
 struct ChosenExperts {
     Tensor scores, ids;
-    OptTensor logits; /* of a router */
+    std::optional<PreparedLogits> logits;
     std::optional<PreparedRoute> route;
 };
 
