@@ -241,7 +241,7 @@ def operands_to_join(layer: MoELayer, x: Tensor) -> Operands | str:
     return operands
 
 
-POLICY = "a selective checkpoint's policy names operators"
+CHECKPOINT = "torch.utils.checkpoint runs without reentrancy, and its policy may name operators"
 
 
 def has_policy() -> bool:
@@ -383,7 +383,7 @@ def path(layer: MoELayer, x: Tensor) -> Choice:
     if isinstance(apart, Operands):
         added += _copied(experts.weights, x)
         if torch.is_grad_enabled() and has_policy():
-            return Choice(ROUTED_UP, (f"the experts are several operators, since {POLICY}", *added))
+            return Choice(ROUTED_UP, (f"the experts are several operators, since {CHECKPOINT}", *added))
         return Choice(ROUTED_NODE if torch.is_grad_enabled() else ROUTED, added)
     reasons: tuple[str, ...] = (f"router and experts are apart, since {apart}",)
     if type(experts).forward is not STOCK["experts"][1] or "forward" in vars(experts):

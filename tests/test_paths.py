@@ -247,7 +247,9 @@ def test_hooks_of_all_modules(device):
     assert path(layer, x) == (Path.ROUTED_NODE, ())
 
 
-def test_selective_checkpoints(device):
+@pytest.mark.parametrize("is_selective", (True, False), ids=("selective", "plain"))
+def test_checkpoints(device, is_selective):
+    """A plain checkpoint inside of a selective one looks the same, so both have the same path and reason."""
     layer, x = make(device)
     found = []
 
@@ -259,11 +261,24 @@ def test_selective_checkpoints(device):
         return out
 
     policy = partial(create_selective_checkpoint_contexts, [torch.ops.fused_moe.experts_up.default])
-    checkpoint(run, x, use_reentrant=False, context_fn=policy).sum().backward()
-    reason = SEVERAL + "a selective checkpoint's policy names operators"
+    options = {"context_fn": policy} if is_selective else {}
+    checkpoint(run, x, use_reentrant=False, **options).sum().backward()
+    reason = SEVERAL + "torch.utils.checkpoint runs without reentrancy, and its policy may name operators"
     assert found == [(Path.ROUTED_UP, (reason,))] * 2
     with torch.no_grad(), policy()[0]:
         assert path(layer, x) == (Path.ROUTED, ())
+
+
+def test_reentrant_checkpoints(device):
+    layer, x = make(device)
+    found = []
+
+    def run(x):
+        found.append(path(layer, x))
+        return layer(x)
+
+    checkpoint(run, x, use_reentrant=True).sum().backward()
+    assert found == [(Path.ROUTED, ()), (Path.ROUTED_NODE, ())]
 
 
 def test_an_input_without_gradient(device):
