@@ -56,6 +56,26 @@ def test_the_wheel_is_checked_by_functions_of_ci():
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_forks_run_on_hosted_machines(workflow):
+    """A job that a pull request may start gets the variable RUNNER's machine for branches of the repository
+    alone."""
+    text = workflow.read_text()
+    assert "pull_request_target" not in text and "workflow_run" not in text
+    jobs = re.split(r"^  (?=[\w-]+:$)", text.partition("\njobs:\n")[2], flags=re.M)[1:]
+    assert jobs
+    of_pull_requests = [
+        job
+        for job in jobs
+        if re.search(r"^  pull_request:", text, re.M) and "if: github.event_name != 'pull_request'" not in job
+    ]
+    for job in of_pull_requests:
+        machine = re.search(r"^    runs-on: (.*)$", job, re.M)[1]
+        if not re.fullmatch(r"ubuntu-[\d.]+", machine):
+            same = "github.event.pull_request.head.repo.full_name == github.repository"
+            assert machine == f"${{{{ {same} && vars.RUNNER || 'ubuntu-22.04' }}}}"
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_actions_are_pinned_by_commit(workflow):
     """With the release beside it, the same in each workflow."""
     uses = re.findall(r"uses: (\S+)(.*)", workflow.read_text())
