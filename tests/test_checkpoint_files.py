@@ -6,6 +6,7 @@ The tensors are those of random FusedMoE layers; test_transformers_convert.py ha
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from test_quantized import EVERY_FORMAT
 
 import fused_moe
 from fused_moe import FusedMoE, QuantizedWeight, checkpoint
-from fused_moe.checkpoint import quantized
+from fused_moe.checkpoint import converting, quantized
 from fused_moe.checkpoint.files import INDEX, ONE, new_folder, size_of, write_shards
 from fused_moe.convert import main
 
@@ -564,6 +565,38 @@ def test_gptq_and_awq_go_back_as_compressed_tensors(tmp_path, case):
     old = quantized.matrix(checkpoint.open_folder(source), _codes(q_proj, case), method)
     new = quantized.matrix(tensors, _codes(q_proj, "compressed-tensors"), found)
     assert torch.equal(old.dequantize(F32), new.dequantize(F32))
+
+
+@pytest.mark.parametrize("said", (None, 64), ids=("nothing said", "64 said"))
+@pytest.mark.parametrize("case", OTHERS)
+def test_mixed_group_sizes(tmp_path, case, said, monkeypatch):
+    """compressed-tensors has one for all modules: an error that names the others, before a tensor is written.
+    FusedMoE's own layout keeps each one's, and float weights have none."""
+    make, method = OTHERS[case]
+    config = DEEPSEEK | {"quantization_config": method | ({} if said is None else {"group_size": said})}
+    tensors = quantised(make, config)
+    odd = {"model.layers.0.self_attn.q_proj", "model.layers.1.mlp.shared_experts.up_proj"}
+    odd |= {f"model.layers.2.mlp.experts.{e}.down_proj" for e in range(4)}
+    for stem in odd:
+        for part in (".scales", ".qzeros"):
+            tensors[stem + part] = tensors[stem + part][::2].contiguous()
+        if case == "gptq":
+            tensors[f"{stem}.g_idx"] //= 2
+    source = write(tmp_path / "in", tensors, config)
+    named = {stem.replace(".0.down", ".*.down") for stem in odd if not re.search(r"[1-3]\.down", stem)}
+    with monkeypatch.context() as patch:
+        patch.setattr(converting, "write_shards", lambda *_: pytest.fail("a tensor was written"))
+        patch.setattr(converting, "_copy", lambda *_: pytest.fail("a file was copied"))
+        with pytest.raises(ValueError, match="expected .* columns per scale in all int4 weights") as error:
+            convert(source, tmp_path / "out", to="hf")
+    expected, found = said or 32, str(error.value).partition(", found ")[2]
+    assert f"expected {expected} columns" in str(error.value)
+    if expected == 32:
+        assert {f"64 in {name}" for name in named} == {*re.findall(r"64 in [\w.*]+\w", found)}
+    else:
+        assert found.count("32 in model.layers.") == 8 and not any(name in found for name in named)
+    ours = convert(source, tmp_path / "ours", to="fused_moe")
+    assert convert(ours, tmp_path / "floats", to="hf", dequantize=True).is_dir()
 
 
 def _codes(name, kind):

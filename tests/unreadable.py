@@ -1,8 +1,8 @@
-"""Wrong arguments of all operators, with all tensors in memory that must not be read or written. An operator that
-runs anything before its error, even a copy, ends this process with a signal.
+"""Wrong arguments of all operators, with all tensors in memory that must not be read or written. An operator
+that runs anything before its error, even a copy, ends this process with a signal.
 
-test_raw_operators.py runs it. It prints each operator, argument and what is planted there before the call, and at
-last each argument that was never refused."""
+test_raw_operators.py runs it. It prints each operator, argument and what is planted there before the call,
+and at last each argument that was never refused."""
 
 import ctypes
 import mmap

@@ -245,7 +245,6 @@ class _Job:
         self._places: dict[str, list] = dict(marker.get("places", {}))
         self._forms: dict[str, quantized.Published] = dict(marker.get("quantized", {}))
         self._on_meta = quantized.OnMeta(tensors)
-        self._groups: set[int] = set()  # columns per scale of what was packed again
         self._plain: set[str] = set()  # linear layers that are float
         self._blocks = {prefix: block for block in found for prefix in block.prefixes}
         self._prefixes = sorted(self._blocks)
@@ -269,9 +268,21 @@ class _Job:
                 fail(ValueError, FN, expected, f"none in {tensors.path}")
         # All are compared before the first tensor is written.
         self._layers = {block.layer: self._looked_at(block) for block in found}
-        if self._drops or self._repacks:
-            for codes in dict.fromkeys(self._linears.values()):
-                quantized.matrix(self._on_meta, codes, self._method)
+        read = dict.fromkeys(self._linears.values()) if self._drops or self._repacks else ()
+        linears = {codes.stem: quantized.matrix(self._on_meta, codes, self._method) for codes in read}
+        self._group_size = self._one_group_size(found, linears) if self._repacks else None
+
+    def _one_group_size(self, found: list[Block], linears: dict[str, QuantizedWeight]) -> int | None:
+        """The columns per scale of all quantised weights; None if there are none."""
+        weights = dict(linears)
+        for block in found:
+            on_meta = self._layers[block.layer][1]
+            for name, w in quantized.read(on_meta, layers.shapes_of(block), self._method, torch.bfloat16):
+                weights[on_meta.experts[name].stem] = w
+            for codes in on_meta.dense.values():
+                weights[codes.stem] = quantized.matrix(on_meta.stored, codes, self._method)
+        sizes = {name: w.shape[2] // w.scale.size(2) for name, w in weights.items()}
+        return quantized.one_group_size(self._method, sizes)
 
     def _looked_at(self, block: Block) -> tuple[quantized.Layer, quantized.Layer, dict[str, layers.Place]]:
         stored = quantized.View(self._tensors, self._keys[block.layer])
@@ -289,10 +300,10 @@ class _Job:
     def config(self) -> dict[str, Any]:
         """The configuration, when all tensors have been made."""
         config = {key: value for key, value in self._config.items() if key != "fused_moe"}
-        if self._drops or self._groups:
+        if self._drops or self._group_size:
             config = _changed(config, quantization_config=None, compression_config=None)
-        if self._groups:
-            made = quantized.as_compressed(self._method, self._groups, self._plain)
+        if self._group_size:
+            made = quantized.as_compressed(self._method, self._group_size, self._plain)
             config["quantization_config"] = made
         if self._dtype is not None:
             name = str(self._dtype).removeprefix("torch.")
@@ -353,7 +364,6 @@ class _Job:
         yield from ((codes.stem + part, tensor[0]) for part, tensor in packed.items())
 
     def _repacked(self, codes: quantized.Codes, w: QuantizedWeight) -> dict[str, Tensor]:
-        self._groups.add(w.shape[2] // w.scale.size(2))
         if w.zero is not None and quantized.is_symmetric(self._method):
             fail(ValueError, FN, f"no zero points of {codes.stem}, as quantization_config says", "some")
         return w.state_dict()

@@ -15,6 +15,7 @@ where a checkpoint has them quantised, they are dequantised.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
@@ -96,12 +97,24 @@ def method_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def as_compressed(method: Mapping[str, Any], groups: Iterable[int], ignore: Iterable[str]) -> dict[str, Any]:
+def one_group_size(method: Mapping[str, Any], sizes: Mapping[str, int]) -> int | None:
+    """The columns per scale of all modules, which compressed-tensors has once for all of them; None without
+    modules. `sizes` are those of each."""
+    if not sizes:
+        return None
+    counts = Counter(sizes.values())
+    said = method.get("group_size")
+    expected = said if said in counts else max(counts, key=counts.__getitem__)
+    others = [f"{size} in {name}" for name, size in sizes.items() if size != expected]
+    if others:
+        more = ", ..." if len(others) > 8 else ""
+        _fail(f"{expected} columns per scale in all int4 weights", ", ".join(others[:8]) + more)
+    return expected
+
+
+def as_compressed(method: Mapping[str, Any], group_size: int, ignore: Iterable[str]) -> dict[str, Any]:
     """The quantization_config of compressed-tensors for int4 weights that were GPTQ's or AWQ's."""
-    sizes = sorted(set(groups))
-    if len(sizes) != 1:
-        _fail("int4 weights of one group size", sizes)
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": sizes[0], "dynamic": False}
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group_size, "dynamic": False}
     weights["symmetric"] = is_symmetric(method)
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
