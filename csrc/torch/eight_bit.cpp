@@ -141,10 +141,10 @@ std::tuple<Tensor, Tensor> run_eight_bits(const char *op, const ExpertsArguments
 #endif
     const FusedMoePlanner planner = in_gemm ? FUSED_MOE_PLAN_IN_GEMM : planner_of(call, plan.p, route);
     if (in_gemm) up.up.unplanned = down.down.unplanned = &plan.p;
+    if (chosen.logits) run_logits(call, *chosen.logits);
     const Counters counters = find_counters(call, x);
     plan.p.counters = counters.to_zero ? counters.data : nullptr; /* which the plan's kernel has to zero */
     plan.p.tile_rows = FUSED_MOE_TILE_ROWS;
-    if (chosen.logits) run_logits(call, *chosen.logits);
     run_private_plan(call, plan, route, planner);
     up.up.workspace.counters = down.down.workspace.counters = counters.data;
     if (R == 0) {
