@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import FLOATING, check_bool, check_int, check_real, fail
-from .finding import MoELayer, experts_in
+from .finding import Module, MoELayer, experts_in
 from .lora import DEFAULT, Adapters, LoRA, TakesLoRA, child_of, joined, warn_of_no_scale
 from .quantized.quantizing import requantize
 from .quantized.sharding import is_sharded, sharded_like
@@ -28,7 +28,7 @@ CHECKPOINTED = "_checkpoint_wrapped_module."  # which PyTorch's checkpoint_wrapp
 
 
 def add_lora(
-    module: nn.Module,
+    module: Module,
     rank: int,
     *,
     alpha: float | None = None,
@@ -36,7 +36,7 @@ def add_lora(
     dtype: torch.dtype | None = None,
     name: str = DEFAULT,
     freeze_router: bool = False,
-) -> nn.Module:
+) -> Module:
     """Gives the experts of every FusedMoE in a module trainable adapters, and freezes their own parameters.
 
     The adapters are the parameters `experts.lora.a1`, `experts.lora.b1`, ..., and those of another name than
@@ -158,8 +158,8 @@ def set_lora(module: nn.Module, names: str | tuple[str, ...] | None) -> ExitStac
 
 @torch.no_grad()
 def merge_lora(
-    module: nn.Module, names: str | tuple[str, ...] | None = None, *, requantize: bool = False
-) -> nn.Module:
+    module: Module, names: str | tuple[str, ...] | None = None, *, requantize: bool = False
+) -> Module:
     """Adds adapters to the experts' weights, w[e] += scale * b[e] @ a[e], and removes them.
 
     The sum is computed in float64 and rounded once to the weight's dtype, in the weight's memory. So the
@@ -220,7 +220,7 @@ def merge_lora(
     return module
 
 
-def remove_lora(module: nn.Module, names: str | tuple[str, ...] | None = None) -> nn.Module:
+def remove_lora(module: Module, names: str | tuple[str, ...] | None = None) -> Module:
     """Removes adapters. Where none is left, parameters that `add_lora` froze require gradients again.
 
     Those that required none before `add_lora` stay so; what was frozen after it is not known. A router that
@@ -291,9 +291,7 @@ def lora_state_dict(module: nn.Module, name: str = DEFAULT, *, full: bool = Fals
     return {key: t.full_tensor() if full and is_sharded(t) else t for key, t in found.items()}
 
 
-def load_lora_state_dict(
-    module: nn.Module, state_dict: Mapping[str, Tensor], name: str = DEFAULT
-) -> nn.Module:
+def load_lora_state_dict(module: Module, state_dict: Mapping[str, Tensor], name: str = DEFAULT) -> Module:
     """Copies adapters that `lora_state_dict` has returned into those of a name.
 
     `add_lora` has made these with the same rank, targets and alpha. A file of version 0.2.0 or before has no

@@ -5,7 +5,7 @@ Their classes derive from those of this file, so that it imports neither, and th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .module import Experts, FusedMoE, Router, SharedExperts
+
+Module = TypeVar("Module", bound=nn.Module)  # what a function changes and returns
 
 
 class MoELayer(nn.Module):

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .checks import check_bool, check_choice, fail
-from .finding import layers_in
+from .finding import Module, layers_in
 from .fp8 import GAINS, WGRADS, Fp8Weights, layer_pays, quantized
 from .ops import BLOCK
 from .paths import PLAIN
@@ -134,13 +134,13 @@ class TrainsFp8(nn.Module):
 
 
 def enable_fp8(
-    module: nn.Module,
+    module: Module,
     *,
     enabled: bool = True,
     wgrad: str = "auto",
     keep_codes: bool = False,
     force: bool = False,
-) -> nn.Module:
+) -> Module:
     """Trains the experts of every FusedMoE in a module in FP8.
 
     All their GEMMs, forward and backward, multiply e4m3 by e4m3, as `fused_experts(..., fp8=True)` does.

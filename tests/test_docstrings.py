@@ -8,6 +8,8 @@ import ast
 import doctest
 import inspect
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -120,6 +122,31 @@ def test_examples_run(cpu, module):
             runner.run(test, out=output.append)
     assert not runner.failures, "".join(output)
     assert runner.tries or module in ("fused_moe.sglang", "fused_moe.vllm")
+
+
+# A call that a signature refuses, or a result of another type than its name has. Other errors only say that a
+# module's attribute may be any module, or that a result may be None.
+REFUSED = re.compile(r'\[(assignment|call-arg|call-overload)\]$|Argument .* to "(?!equal").*\[arg-type\]$')
+
+
+def test_examples_fit_the_annotations(cpu, tmp_path):
+    """mypy takes each call of our functions in the examples that run, and finds one that is wrong."""
+    pytest.importorskip("mypy")
+    lines = ["import torch, fused_moe"]
+    for module in PUBLIC:
+        for name in PUBLIC[module]:
+            for test in doctests(name, getattr(import_module(module), name)):
+                sources = [e.source for e in test.examples if doctest.SKIP not in e.options]
+                lines += [f"def example_{len(lines)}() -> None:  # {test.name}", "    pass"]
+                lines += ["    " + line for source in sources for line in source.splitlines()]
+    wrong = 'fused_moe.quantize(1, "int4")'
+    (tmp_path / "examples.py").write_text("\n".join([*lines, wrong]) + "\n")
+    command = [sys.executable, "-m", "mypy", str(tmp_path / "examples.py")]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    errors = re.findall(r"examples\.py:(\d+): error: (.*)", run.stdout)
+    refused = {int(line): error for line, error in errors if REFUSED.search(error)}
+    assert refused.pop(len(lines) + 1, None), run.stdout + run.stderr
+    assert not [f"{lines[line - 1].strip()}: {error}" for line, error in refused.items()]
 
 
 def test_a_wrong_example_is_found(cpu):

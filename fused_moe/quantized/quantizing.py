@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from ..checks import FLOATING, check_bool, check_choice, check_int, check_plain, check_stored, fail
-from ..finding import experts_in
+from ..finding import Module, experts_in
 from . import formats
 from .computing import check_compute, check_smooth
 from .smoothing import from_experts, from_weights
@@ -18,6 +18,30 @@ from .weight import QuantizedWeight
 FN = "quantize"
 
 
+@overload
+def quantize(
+    module_or_weight: Tensor,
+    format: str,
+    *,
+    group_size: int | None = ...,
+    symmetric: bool | None = ...,
+    per_tensor: bool | None = ...,
+    trainable: bool = ...,
+    compute: str = ...,
+    smooth: Tensor | None = ...,
+) -> QuantizedWeight: ...
+@overload
+def quantize(
+    module_or_weight: Module,
+    format: str,
+    *,
+    group_size: int | None = ...,
+    symmetric: bool | None = ...,
+    per_tensor: bool | None = ...,
+    trainable: bool = ...,
+    compute: str = ...,
+    smooth: Mapping[str, tuple[Tensor, Tensor]] | None = ...,
+) -> Module: ...
 def quantize(
     module_or_weight: nn.Module | Tensor,
     format: str,
