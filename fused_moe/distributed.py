@@ -28,6 +28,7 @@ Letters: T tokens of this rank, D model width, E experts in all, K experts per t
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any, cast
 
@@ -40,6 +41,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils.checkpoint import _StopRecomputationError
 
 from . import checks, function
 from .counting import Counting
@@ -53,6 +55,7 @@ from .exchange import (
     distinct,
     facts_of,
     open_exact,
+    refuse,
     row_groups,
     row_of_buffer,
 )
@@ -199,7 +202,10 @@ class ExpertParallel(ParallelStyle):
         experts.__class__ = ParallelExperts
         experts.mesh, experts.memory = device_mesh, self._memory
         vars(experts).update(self._settings)
-        experts.peers = None
+        experts.peers, experts.has_met = None, False
+        for part in {module, experts}:
+            part.register_forward_pre_hook(_begin, prepend=True)
+            part.register_forward_hook(_end, always_call=True)
         if self.symmetric and isinstance(module, FusedMoE):  # else the first call tells K
             cast(ParallelExperts, experts).open_memory(module.top_k)
         experts.dropped_rows = torch.zeros((), dtype=torch.int64, device=experts.w1.device)
@@ -234,6 +240,7 @@ class ParallelExperts(Counting, Experts):
     max_tokens: int | None
     memory: SharedMemory
     peers: Peers | None  # with symmetric; None before the first call of experts without a router
+    has_met: bool  # whether this call has taken part in its first collective
     dropped_rows: Tensor
 
     def reset_parameters(self) -> None:
@@ -327,6 +334,19 @@ class ParallelExperts(Counting, Experts):
         partial = exchange.back(self._local_experts(rows, scores, ids, max_rows))
         return function.unpermute(partial, plan)
 
+    def meet(self) -> None:
+        """Notes that the call takes part in its first collective."""
+        if not torch.compiler.is_compiling():
+            self.has_met = True
+
+    def refuse(self) -> None:
+        """Takes this rank's part in the first collective of a call that has failed before it."""
+        self.meet()
+        if not self.symmetric:
+            refuse(self.mesh.get_group(), torch.device(self.mesh.device_type))
+        elif self.peers is not None:
+            self.peers.refuse()
+
     def open_memory(self, top_k: int) -> None:
         """Takes part in the memory of the layers of one style. A collective."""
         tokens = self.max_tokens
@@ -347,6 +367,7 @@ class ParallelExperts(Counting, Experts):
         peers.check(x, scores, ids)
         counts = function.route_plan(ids, num_experts).counts
         scores = scores.to(score_dtype(x))
+        self.meet()
         exchange = Exchange(peers, x, scores, ids.clamp(-1, num_experts), num_experts)
         num_slots = exchange.check(waits=not self.static)
         max_rows, dropped = None, None
@@ -418,13 +439,15 @@ class ParallelExperts(Counting, Experts):
         return local.unsqueeze(1)
 
     def _open_exact(self, x: Tensor, ids: Tensor, tokens: Plan, slots: Plan) -> tuple[Exact, Exact]:
-        num_slots = _of_ranks(slots.counts, self.mesh.size())
-        return open_exact(self.mesh.get_group(), facts_of(x, ids), tokens.counts, num_slots)
+        num_slots, facts = _of_ranks(slots.counts, self.mesh.size()), facts_of(x, ids)
+        self.meet()
+        return open_exact(self.mesh.get_group(), facts, tokens.counts, num_slots)
 
     def _check_static(self, x: Tensor, ids: Tensor, counts: Tensor, capacity: int, num_buffers: int) -> None:
         drops = self.overflow == "drop"
         group, facts = self.mesh.get_group(), facts_of(x, ids)
         what = "capacity" if self.combine == "rank" else "min(T, capacity)"
+        self.meet()
         dropped = check_static(group, facts, counts, capacity, num_buffers, what, drops=drops)
         if drops:
             self._count("dropped_rows", dropped)
@@ -462,6 +485,25 @@ class ParallelExperts(Counting, Experts):
         how = f"static={self.static}, combine={self.combine!r}"
         how += f", symmetric={self.symmetric}" if self.symmetric else ""
         return f"{super().extra_repr()}, over {self.mesh.size()} ranks, {how}"
+
+
+def _begin(module: nn.Module, args: tuple) -> None:
+    """A hook before a layer and its experts."""
+    if not torch.compiler.is_compiling():
+        _experts_of(module).has_met = False
+
+
+def _end(module: nn.Module, args: tuple, out: object) -> None:
+    """A hook after them, whose `out` is None if they have failed. Then the other ranks, which wait for this
+    one in the call's first collective, are told."""
+    if out is None and not torch.compiler.is_compiling():
+        experts, stops = _experts_of(module), isinstance(sys.exc_info()[1], _StopRecomputationError)
+        if not experts.has_met and not stops:  # checkpointing stops where it has recomputed enough
+            experts.refuse()
+
+
+def _experts_of(module: nn.Module) -> ParallelExperts:
+    return cast(ParallelExperts, module.experts if isinstance(module, FusedMoE) else module)
 
 
 def _of_ranks(counts: Tensor, num_ranks: int) -> Tensor:

@@ -83,6 +83,11 @@ class Static(NamedTuple):
         return _Gather.apply(_all_to_all(rows, self.group), self.buffer_of_row, self.row_of_buffer)
 
 
+def refuse(group: ProcessGroup, device: torch.device) -> None:
+    """Takes a failed call's part in `open_exact` or `check_static`, so that the other ranks raise, too."""
+    _exchange(torch.full((group.size(), 3), REFUSED, dtype=torch.int32, device=device), group)
+
+
 def open_exact(group: ProcessGroup, facts: Facts, rows: Tensor, slots: Tensor) -> tuple[Exact, Exact]:
     """The exchanges of this rank's rows and of its slots, given how many there are for each rank, (N,). The
     host waits here, once, and reads 6 * N integers."""

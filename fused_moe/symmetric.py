@@ -14,6 +14,7 @@ in all, R the most rows that a rank's experts compute.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import tempfile
@@ -49,16 +50,23 @@ class Memory:
         def allocate() -> Tensor:
             return symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
 
+        timeout = self.group._get_backend(device).options._timeout
+        self._timeout_ms = math.ceil(timeout.total_seconds() * 1000)
         self._own = _on_all_ranks(f"{num_bytes} bytes of {device}", group, allocate)
         self._handle = symmetric_memory.rendezvous(self._own, group)
         self.ranks = [self._handle.get_buffer(n, (num_bytes,), torch.uint8) for n in range(group.size())]
 
     def barrier(self) -> None:
-        """What any rank wrote before it, all can read after it. On GPUs the streams wait, not the hosts."""
-        if self._handle is None:
+        """What any rank wrote before it, all can read after it. On GPUs the streams wait, not the hosts. If a
+        rank does not come, it fails after the group's timeout."""
+        if self._handle is not None:
+            self._handle.barrier(timeout_ms=self._timeout_ms)
+            return
+        try:
             dist.barrier(self.group)
-        else:
-            self._handle.barrier()
+        except RuntimeError as error:
+            expected = f"{FN}: expected all {self.group.size()} ranks in the symmetric exchange"
+            raise RuntimeError(f"{expected}, found on rank {self.group.rank()}: {error}") from error
 
 
 def _shared_files(num_bytes: int, group: ProcessGroup) -> list[Tensor]:
@@ -160,24 +168,20 @@ class Peers:
         checks.fail(TypeError, FN, "to save a state dict", "a layer with symmetric=True")
 
     def check(self, x: Tensor, scores: Tensor, ids: Tensor) -> None:
-        """Raises where a call's tensors do not fit. Then the other ranks' `Exchange.check` raises."""
-        try:
-            checks.check_tensor(FN, "x", x, 2, checks.FLOATING)
-            checks.check_device(FN, "x", x, "the layer", self.received)
-            if x.size(0) > self.max_tokens:
-                checks.fail(ValueError, FN, f"at most max_tokens = {self.max_tokens} tokens", x.size(0))
-            checks.check_shape(FN, "x", x, "T, D", (x.size(0), self.dim))
-            if x.dtype.itemsize > self._dtype.itemsize:
-                checks.fail(TypeError, FN, f"x of {self._dtype}, as the weights", x.dtype)
-            checks.check_ids(FN, ids, x)
-            checks.check_shape(FN, "ids", ids, "T, K", (x.size(0), self.top_k))
-            checks.check_scores(FN, scores, ids)
-        except (TypeError, ValueError):
-            self._refuse()
-            raise
+        """Raises where a call's tensors do not fit."""
+        checks.check_tensor(FN, "x", x, 2, checks.FLOATING)
+        checks.check_device(FN, "x", x, "the layer", self.received)
+        if x.size(0) > self.max_tokens:
+            checks.fail(ValueError, FN, f"at most max_tokens = {self.max_tokens} tokens", x.size(0))
+        checks.check_shape(FN, "x", x, "T, D", (x.size(0), self.dim))
+        if x.dtype.itemsize > self._dtype.itemsize:
+            checks.fail(TypeError, FN, f"x of {self._dtype}, as the weights", x.dtype)
+        checks.check_ids(FN, ids, x)
+        checks.check_shape(FN, "ids", ids, "T, K", (x.size(0), self.top_k))
+        checks.check_scores(FN, scores, ids)
 
-    def _refuse(self) -> None:
-        """Tells the other ranks that this one's call has failed."""
+    def refuse(self) -> None:
+        """Takes a failed call's part in an `Exchange`. Then the other ranks' `Exchange.check` raises."""
         ids = self.areas(self._dtype).ids
         self.write((ids, torch.full_like(ids[self.rank], REFUSED)))
 

@@ -2020,6 +2020,60 @@ def test_unequal_calls_are_an_error(workers, cpu, options):
                 assert found[kind] == f"ValueError: ExpertParallel: {says}"
 
 
+class Broken(Exception):
+    """A user's own."""
+
+
+def breaks(*_):
+    raise Broken
+
+
+def broken_calls(rank, device, options):
+    """Calls that fail on rank 1: before its experts meet those of rank 0, or after it."""
+    layer = parallelize_module(
+        new_layer(device), init_device_mesh(device.type, (RANKS,)), ExpertParallel(**options)
+    )
+    x, found = torch.ones(T, D, device=device), {}
+    layer(x)  # whatever an earlier call has left behind
+    router, shared = layer.router, layer.shared_experts
+    for kind in ("layer", "router", "experts", "x", "checkpoint"):
+        hooks = []
+        if rank and kind in ("layer", "router", "experts"):
+            hooks = [router if kind == "router" else layer if kind == "layer" else layer.experts]
+            hooks = [hooks[0].register_forward_pre_hook(breaks)]
+        call = partial(checkpoint, layer, use_reentrant=False) if kind == "checkpoint" else layer
+        given = x[:, :-1] if rank and kind in ("x", "checkpoint") else x
+        try:
+            call(given)
+        except Exception as error:
+            found[kind] = f"{type(error).__name__}: {error}"
+        for hook in hooks:
+            hook.remove()
+        assert layer(x).shape == (T, D)
+    hook = shared.register_forward_hook(breaks) if rank else nullcontext()
+    with hook, pytest.raises(Broken) if rank else nullcontext():
+        layer(x)
+    assert layer(x).shape == (T, D)  # rank 0 has not been told anything
+    return found
+
+
+@every_exchange
+def test_a_call_that_fails_on_one_rank_raises_on_all(workers, cpu, options):
+    """Without it rank 0 would wait for a rank that does not come."""
+    first, second = workers(broken_calls, options)
+    for kind, error in second.items():
+        own = "ValueError: FusedMoE: expected x" if kind in ("x", "checkpoint") else "Broken: "
+        assert error.startswith(own), error
+    one = "x (T, 20) of torch.float32 and ids (T, 2)"
+    assert first.keys() == second.keys() and len(first) == 5
+    for error in first.values():
+        if "static" in options:
+            assert error.startswith("RuntimeError: ExpertParallel: ") and f"exchange needs {one}" in error
+        else:
+            says = f"expected {one} on all ranks, found a call that failed on rank 1"
+            assert error == f"ValueError: ExpertParallel: {says}"
+
+
 def refusals(rank, device):
     line = init_device_mesh(device.type, (RANKS,))
     square = init_device_mesh(device.type, (1, RANKS))

@@ -10,10 +10,13 @@ import math
 import os
 import pickle
 import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from ranks import started
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -473,6 +476,40 @@ def test_a_call_that_fails_on_one_rank_raises_on_all(workers, device, static):
     if device.type == "cuda" and static:
         pytest.skip("a device-side assertion ends the process")
     assert all(workers(one_rank_fails, static))
+
+
+def lonely_barrier(rank, device):
+    """Rank 0 waits for ranks that have gone on."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    memory = Memory(64, group, torch.device("cpu"))
+    if rank == 0:
+        expected = "expected all 4 ranks in the symmetric exchange, found on rank 0: .*[Tt]ime"
+        with pytest.raises(RuntimeError, match=expected):
+            memory.barrier()
+    dist.barrier()
+    return True
+
+
+def test_a_barrier_ends_after_the_timeout_of_the_group(workers, cpu):
+    assert all(workers(lonely_barrier))
+
+
+def barrier_of_gpus(rank, device):
+    """PyTorch's barrier gets the group's timeout."""
+    handle = mock.Mock()
+    handle.get_buffer.return_value = torch.empty(64, dtype=torch.uint8)
+    group = dist.new_group(timeout=timedelta(seconds=90))
+    with (
+        mock.patch.object(symmetric_memory, "empty", lambda *_, **__: torch.empty(64, dtype=torch.uint8)),
+        mock.patch.object(symmetric_memory, "rendezvous", lambda *_: handle),
+    ):
+        Memory(64, group, torch.device("cuda")).barrier()
+    handle.barrier.assert_called_once_with(timeout_ms=90_000)
+    return True
+
+
+def test_a_barrier_of_gpus_has_the_timeout_of_the_group(workers, cpu):
+    assert all(workers(barrier_of_gpus))
 
 
 def no_memory(rank, device):
