@@ -302,7 +302,9 @@ def _autograd_rule(schema: Schema, backward, setup_context, keeps: str = ""):
             result[position[name]] = grad
         return tuple(result)
 
-    members = {"forward": staticmethod(forward), "backward": staticmethod(by_position)}
+    key = torch.autograd.Function._compiled_autograd_key
+    members = {"forward": forward, "backward": by_position, "_compiled_autograd_key": key}
+    members = {name: staticmethod(member) for name, member in members.items()}
     # Not a torch.autograd.Function, which handles torch.func's transforms: the dispatcher has done so before
     # this rule.
     node: Any = type(schema.name, (torch.autograd.function._SingleLevelFunction,), members)

@@ -118,6 +118,9 @@ class _Routed(torch.autograd.Function):
         )
         need = _Needs(*ctx.needs_input_grad[:_NUM_INPUTS])
         of_router = (x, gate, logits, ids, expert_scale)
+        is_compiling = torch.compiler.is_compiling()  # by compiled autograd
+        if dout is None and is_compiling:  # which takes no undefined gradient of an input
+            dout = torch.zeros_like(x)
         if dout is None:
             dx, dgate, dgate_bias, _, _ = _router_gradients(ctx, need, need.x, None, dlogits, *of_router)
             return dx, None, None, None, dgate, dgate_bias, *[None] * 7
@@ -125,7 +128,7 @@ class _Routed(torch.autograd.Function):
         if need.shared or need.shared_gate:
             of_shared = shared_gradients(need, dout, shared, shared_gate)
         main_grads, plan = ctx.main_grads, [packed, ids]
-        if dlogits is None and main_grads is None and h.nbytes <= MOST_BYTES:
+        if dlogits is None and main_grads is None and h.numel() * h.itemsize <= MOST_BYTES:
             w1, w3, w2 = widths.restored(ctx, w1, w3, w2)
             needs = [need.w1, need.w3, need.w2, need.b1, need.b3, need.b2, need.expert_scale]
             operands = (dout, x, w1, w3, w2, gate, h, scores, logits, plan)
@@ -148,7 +151,8 @@ class _Routed(torch.autograd.Function):
             how = (layout, activation, constants[:2], True, need.w2, need.b2, True)
             dh, dw2, db2, dscores = down_gradients((dout, h, w2, b2, scores, plan, *how), main2)
             del h, w2
-            ctx.maybe_clear_saved_tensors()
+            if not is_compiling:
+                ctx.maybe_clear_saved_tensors()
             dx, dgate, dgate_bias, dscale, rounded = _router_gradients(
                 ctx, need, False, dscores, dlogits, *of_router
             )
