@@ -12,8 +12,8 @@ MOST_EXPERTS = 20  # a line each; of more, the busiest and the least busy
 BUSIEST, LEAST = 12, 6
 BAR = 40  # columns of the busiest expert's
 NOTHING_COUNTED = (
-    "load: nothing counted since the last update of the bias; read it before optimizer.step(); only training "
-    "passes count"
+    "load: nothing counted since the last update of the bias; read it before optimizer.step()\n"
+    "only training passes count"
 )
 
 

@@ -837,9 +837,8 @@ def test_load_report_before_any_token(device):
     for _ in range(2):
         report = layer.load_report()
         assert report.max_over_mean == 0.0 and report.idle == 4
-        assert (
-            str(report)
-            == "load: nothing counted since the last update of the bias; read it before optimizer.step(); "
+        assert str(report) == (
+            "load: nothing counted since the last update of the bias; read it before optimizer.step()\n"
             "only training passes count"
         )
         layer(torch.randn(9, 24, device=device))
