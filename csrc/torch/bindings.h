@@ -28,7 +28,8 @@ using Ints = std::vector<int64_t>;
 
 /* --- running: workspace.cpp ----------------------------------------------------------------------------- */
 
-/* One call of an operator, on x's device, which it makes current, and on that device's current stream. */
+/* One call of an operator, on x's device, which it makes current, and on that device's current stream. It
+ * begins when all arguments of the operator are checked: no error about one comes after a launch. */
 struct Call {
     const char *op;
     bool is_cuda;

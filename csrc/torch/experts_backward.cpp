@@ -251,8 +251,8 @@ static DownBackward down_backward_of(const char *op, const Tensor &dout, const T
     return down;
 }
 
-/* dw2 is added to main_grad2 where there is one; it is then absent. */
-static NeededDownGrads run_down_backward(const Call &call, DownBackward &down) {
+/* dw2 is added to main_grad2 where there is one; it is then absent. Copies of operands end with the call. */
+static NeededDownGrads run_down_backward(const Call &call, DownBackward down) {
     auto &[w2, d, needs, main_grad2] = down;
     const FusedMoeRowMap &map = d.map.p;
     const int64_t R = map.R, F = d.p.F;
@@ -287,8 +287,8 @@ static NeededDownGrads run_down_backward(const Call &call, DownBackward &down) {
 }
 
 static DownGrads run_down_backward(const char *op, DownBackward down) {
-    const Tensor &dout = down.d.dout;
-    auto [dh, dw2, db2, dscores] = run_down_backward(begin_call(op, dout), down);
+    const Tensor dout = down.d.dout;
+    auto [dh, dw2, db2, dscores] = run_down_backward(begin_call(op, dout), std::move(down));
     for (OptTensor *grad : {&dh, &dw2, &db2})
         if (!*grad) *grad = new_empty_result(dout);
     if (!dscores) dscores = new_empty_result(dout, score_dtype(dout));
@@ -339,13 +339,13 @@ TensorList experts_backward(const Tensor &dout, const Tensor &x, const Tensor &w
     check(needs.size() == 7, op, "needs of dw1, dw3, dw2, db1, db3, db2 and dscores", "another number");
     check(plan.size() == 2 && plan[1].dim() == 2, op, "a packed plan", "another one");
     const Constants of_activation = {constants[0], constants[1]};
-    DownBackward down_side = down_backward_of(op, dout, h, w2, b2, scores, plan, layout, activation,
-                                              of_activation, {true, needs[2] != 0, needs[5] != 0, true}, {});
+    DownBackward down = down_backward_of(op, dout, h, w2, b2, scores, plan, layout, activation, of_activation,
+                                         {true, needs[2] != 0, needs[5] != 0, true}, {});
     const UpNeeds up_needs = {true, needs[0] != 0, needs[1] != 0, needs[3] != 0, needs[4] != 0, false};
-    const UpBackward up_side = up_backward_of(op, x, w1, w3, {}, plan, layout, up_needs, {}, {});
+    const UpBackward up = up_backward_of(op, x, w1, w3, {}, plan, layout, up_needs, {}, {});
     const PreparedRouteBackward route = prepare_route_backward(
         op, logits, plan[1], routing[1], routing[2] != 0, constants[2], constants[3], expert_scale);
-    const Width &s = up_side.s;
+    const Width &s = up.s;
     check_size(op, "w2's width", w2.size(2), s.F, s.F);
     check_dtype(op, "dout", dout, x.scalar_type());
     check_device(op, "dout", dout, x);
@@ -357,14 +357,15 @@ TensorList experts_backward(const Tensor &dout, const Tensor &x, const Tensor &w
     if (gate.scalar_type() != ScalarType::Float) check_dtype(op, "gate", gate, x.scalar_type());
 
     const Call call = begin_call(op, x);
-    const auto down = run_down_backward(call, down_side);
-    const Tensor dlogits = run_route_backward(call, route, *down.dscores);
+    const auto down_grads = run_down_backward(call, std::move(down));
+    const Tensor dlogits = run_route_backward(call, route, *down_grads.dscores);
     const Tensor rounded = in_dtype_of(dlogits, x);
-    const auto up = run_up_backward(call, up_side, *down.dh, rounded, aligned(in_dtype_of(gate, x)));
-    TensorList grads = {*up.dx, dlogits};
+    const auto up_grads = run_up_backward(call, up, *down_grads.dh, rounded, aligned(in_dtype_of(gate, x)));
+    TensorList grads = {*up_grads.dx, dlogits};
     if (dlogits.scalar_type() != x.scalar_type()) grads.push_back(rounded);
-    for (const OptTensor *grad : {&up.dw1, &up.dw3, &down.dw2, &up.db1, &up.db3, &down.db2})
+    for (const OptTensor *grad :
+         {&up_grads.dw1, &up_grads.dw3, &down_grads.dw2, &up_grads.db1, &up_grads.db3, &down_grads.db2})
         if (*grad) grads.push_back(**grad);
-    if (needs[6]) grads.push_back(*down.dscores);
+    if (needs[6]) grads.push_back(*down_grads.dscores);
     return grads;
 }
