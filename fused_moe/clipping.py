@@ -59,9 +59,11 @@ def clip_grad_norm_(
 
     Raises:
         TypeError: for parameters that are no tensors, and settings that are no numbers.
-        ValueError: for norm_type <= 0 with DTensors or main_grads.
-        RuntimeError: on every rank, for a norm that is not finite, with error_if_nonfinite; and on CPUs where
-            ranks have other parameters (on GPUs a device-side assertion).
+        ValueError: for norm_type <= 0 with DTensors or main_grads; on every rank, if their parameters differ
+            (on GPUs a device-side assertion).
+        RuntimeError: on every rank, for a norm that is not finite, with error_if_nonfinite. After the process
+            group's timeout, if a rank's parameters have no mesh in common with those of the ranks that wait
+            for it.
 
     Example:
         >>> p = torch.nn.Parameter(torch.zeros(2))
@@ -173,13 +175,14 @@ def _total_norm(held: list, grads: list, shards: list, norm_type: float, foreach
             names = tuple(group.group_name for group in found)
             wire = torch.device(mesh.device_type)
         kinds.setdefault(names, []).append(shard)
-    # The largest first: ranks with other parameters meet in its collective, and find out by the check.
-    order = sorted(kinds, key=lambda names: -math.prod(groups[name].size() for name in names))
+    # The largest first: ranks with other parameters meet in its collective, and find out by the check. Those
+    # of one size by name, whatever the order of parameters.
+    order = sorted(kinds, key=lambda names: (-math.prod(groups[name].size() for name in names), names))
     check = zlib.crc32(repr([_described(p) for p in held]).encode())
     norms = []
     for names in order:
         norm = _norm_of(kinds[names], norm_type, foreach, wire)
-        norms.append(_norm_over([groups[name] for name in names], norm, check, norm_type))
+        norms.append(_norm_over([groups[name] for name in names], norm, (check, len(held)), norm_type))
     is_double = any(p.dtype == torch.float64 for p in held)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return total.to(device, torch.float64 if is_double else torch.float32)
@@ -203,15 +206,32 @@ def _norm_of(shards: list, norm_type: float, foreach: bool | None, device: torch
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def _norm_over(groups: list[dist.ProcessGroup], norm: Tensor, check: int, norm_type: float) -> Tensor:
-    """The norm of the norms of the groups' ranks, which compare their parameters by a checksum."""
-    own = torch.stack((norm, torch.full_like(norm, check)))
+def _norm_over(
+    groups: list[dist.ProcessGroup], norm: Tensor, parameters: tuple[int, int], norm_type: float
+) -> Tensor:
+    """The norm of the norms of the groups' ranks, which compare a checksum of their parameters and how many
+    these are."""
+    check, count = parameters
+    expected = f"the same {count} parameters in the same order on all ranks"
+    own = torch.stack([norm, *(torch.full_like(norm, value) for value in parameters)])
+    differs = None
     for group in groups:
-        found = own.new_empty(group.size(), 2)
-        dist.all_gather(list(found), own, group=group)
+        found = own.new_empty(group.size(), 3)
+        try:
+            dist.all_gather(list(found), own, group=group)
+        except RuntimeError as error:  # of a CPU
+            raise RuntimeError(f"{FN}: expected {expected}, found {error}") from error
+        if not found.is_cuda and differs is None:
+            for rank, (_, other, number) in zip(
+                dist.get_process_group_ranks(group), found.tolist(), strict=True
+            ):
+                if other != check:
+                    differs = f"{int(number)} of rank {rank}" if other >= 0 else f"others, says rank {rank}"
         # Ranks that differ go on to the next groups, which would wait for them, and tell those by -1.
         same = (found[:, 1] == own[1]).all()
-        own = torch.stack((torch.linalg.vector_norm(found[:, 0], norm_type), own[1].where(same, -1.0)))
-    same = own[1] == check
-    torch._assert_async(same, f"{FN}: expected the same parameters in the same order on all ranks")
+        total = torch.linalg.vector_norm(found[:, 0], norm_type)
+        own = torch.stack((total, own[1].where(same, -1.0), own[2]))
+    if differs is not None:
+        fail(ValueError, FN, expected, differs)
+    torch._assert_async(own[1] == check, f"{FN}: expected {expected}")
     return own[0]

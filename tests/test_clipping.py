@@ -1,6 +1,7 @@
 """fused_moe.clip_grad_norm_ on 1, 2 and 4 gloo ranks: PyTorch's norm and clipped gradients of one process."""
 
 from math import inf, nan
+from unittest import mock
 
 import pytest
 import torch
@@ -293,14 +294,15 @@ def test_what_is_not_finite_is_so_on_all_ranks(workers, value):
 
 # --- ranks with other parameters ----------------------------------------------------------------------
 
+OTHERS = r"clip_grad_norm_: expected the same \d+ parameters in the same order on all ranks, found "
+
 
 def other_lists(mesh, change):
     """Rank 1's list differs: an error on all ranks, and the next call works."""
     parameters = fill(new_parameters([torch.float32], mesh))
-    own = parameters
-    if mesh.get_rank() == 1:
-        own = {"fewer": parameters[:-1], "reversed": parameters[::-1], "fewer shards": parameters[1:]}[change]
-    with pytest.raises(RuntimeError, match="expected the same parameters in the same order on all ranks"):
+    others = {"fewer": parameters[:-1], "reversed": parameters[::-1], "fewer shards": parameters[1:]}[change]
+    own, others = (others, parameters) if mesh.get_rank() == 1 else (parameters, others)
+    with pytest.raises(ValueError, match=f"{OTHERS}{len(others)} of rank {1 - mesh.get_rank()}"):
         clip_grad_norm_(own, MAX_NORM)
     dist.barrier(mesh.get_group())
     return clipped(parameters)
@@ -318,7 +320,7 @@ def fewer_meshes(rank, device):
     fully_shard(layer.router, mesh=init_device_mesh("cpu", (RANKS,)))
     fill(list(layer.parameters()))
     parameters = list((layer if rank != 1 else layer.router).parameters())
-    with pytest.raises(RuntimeError, match="expected the same parameters in the same order on all ranks"):
+    with pytest.raises(ValueError, match=OTHERS):
         clip_grad_norm_(parameters, MAX_NORM)
 
 
@@ -327,12 +329,39 @@ def test_a_rank_without_one_mesh(workers):
     workers(fewer_meshes)
 
 
+def two_meshes(rank, device):
+    """Each of all ranks: they enter both in the same order, whatever the parameters' order."""
+    meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]
+    shards = [distribute_tensor(torch.zeros(4 + i), mesh, [Shard(0)]) for i, mesh in enumerate(meshes)]
+    parameters = fill([nn.Parameter(t) for t in shards])
+    with pytest.raises(ValueError, match=f"{OTHERS}2 of rank"):
+        clip_grad_norm_(parameters[:: -1 if rank == 1 else 1], MAX_NORM)
+    return clip_grad_norm_(parameters, MAX_NORM)
+
+
+def test_two_meshes_of_the_same_ranks(workers):
+    assert len({float(norm) for norm in workers(two_meshes)}) == 1
+
+
+def late(mesh):
+    """Where a rank does not come, the others' collective fails after its group's timeout."""
+    parameters = fill(new_parameters([torch.float32], mesh))
+    with mock.patch.object(dist, "all_gather", side_effect=RuntimeError("Timed out waiting 1000ms")):
+        with pytest.raises(RuntimeError, match=f"{OTHERS}Timed out waiting"):
+            clip_grad_norm_(parameters, MAX_NORM)
+    return clipped(parameters)
+
+
+def test_a_timeout_says_what_was_expected(workers):
+    on_ranks(workers, 2, late)
+
+
 def on_a_grid(rank, device):
     """Rank 1's list is shorter. Rank 2, which is in no group with it, hears of it from the others."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     shards = [distribute_tensor(torch.zeros(4, 4), grid, [Shard(0), Shard(1)]) for _ in range(2)]
     parameters = fill([nn.Parameter(t) for t in shards])
-    with pytest.raises(RuntimeError, match="expected the same parameters in the same order on all ranks"):
+    with pytest.raises(ValueError, match=OTHERS):
         clip_grad_norm_(parameters[: 1 if rank == 1 else 2], MAX_NORM)
     return clip_grad_norm_(parameters, MAX_NORM)
 
