@@ -6,6 +6,8 @@ on hostile routings, and what is refused.
 
 import inspect
 from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
 from itertools import product
 
 import pytest
@@ -20,6 +22,7 @@ peft = pytest.importorskip("peft")
 
 from test_peft import lora_config  # noqa: E402
 from test_transformers import NUM_EXPERTS, tiny_config, tiny_model, token_ids  # noqa: E402
+from test_transformers_quantized import write_checkpoint  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402
@@ -160,7 +163,7 @@ def refused(rank: int, folder) -> None:
             model(input_ids=torch.ones(1, 4, dtype=torch.int64))
 
 
-def run_rank(rank: int, folder) -> None:
+def join(rank: int, folder) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -169,6 +172,10 @@ def run_rank(rank: int, folder) -> None:
         world_size=2,
         timeout=timedelta(seconds=60),
     )
+
+
+def run_rank(rank: int, folder) -> None:
+    join(rank, folder)
     fused_moe.transformers.register()
     found = {run: train(rank, folder, *run) for run in product(BATCHES, EXCHANGES)}
     torch.save(found, folder / f"{rank}.pt")
@@ -177,6 +184,37 @@ def run_rank(rank: int, folder) -> None:
     for tokens in (7, 1):  # of one token the second rank has no part
         layer(rank, (tokens, 0), "random", shares=True)
     refused(rank, folder)
+    dist.destroy_process_group()
+
+
+# Widths of experts, and of parts whose scales two ranks can split.
+QUANTISED = {"fp8_block": (128, 256), "int4": (96, 128), "int4, zero points": (96, 128)}
+
+
+def run_quantised(rank: int, folder) -> None:
+    """FSDP2 takes quantised experts of any width. Tensor parallelism splits scales, or both ranks raise."""
+    join(rank, folder)
+    fused_moe.transformers.register(compute="codes")
+    for name, settings in product(torch.load(folder / "names.pt"), ({"fsdp_size": 2}, {"tp_size": 2})):
+        kind, width = name
+        path = folder / f"{kind} {width}"
+        load = partial(
+            AutoModelForCausalLM.from_pretrained,
+            path,
+            experts_implementation="fused_moe",
+            attn_implementation="eager",
+            dtype=torch.float32,
+            distributed_config=DistributedConfig(**settings),
+        )
+        if "tp_size" in settings and width == QUANTISED[kind][0]:
+            with pytest.raises(
+                ValueError, match="to have scales that tp_size=2 can split, .*; use ep_size=2 or"
+            ):
+                load()
+            continue
+        model, ids, expected = load(), torch.load(path / "ids.pt"), torch.load(path / "logits.pt")
+        own = slice(None) if "tp_size" in settings else slice(rank, None, 2)
+        assert_near(model(ids[own]).logits.detach(), expected[own], slack=64)
     dist.destroy_process_group()
 
 
@@ -219,3 +257,20 @@ def test_expert_parallelism(cpu, tmp_path, monkeypatch):
         assert set(found) == set(expected)
         for name, value in expected.items():
             assert_near(found[name], value.detach(), slack=64)
+
+
+def test_quantised_experts(cpu, tmp_path, monkeypatch):
+    """FSDP2 raises for codes of FP8 that require gradients. A rank that raises for its part of the scales
+    would leave the other one waiting."""
+    fused_moe.transformers.register(compute="codes")
+    kinds = [kind for kind in QUANTISED if kind == "fp8_block" or find_spec("compressed_tensors")]
+    names = [(kind, width) for kind in kinds for width in QUANTISED[kind]]
+    for kind, width in names:
+        path, ids = tmp_path / f"{kind} {width}", token_ids("cpu")
+        model = write_checkpoint(kind, path, moe_intermediate_size=width)
+        torch.save(ids, path / "ids.pt")
+        torch.save(model(ids).logits.detach(), path / "logits.pt")
+    torch.save(names, tmp_path / "names.pt")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    torch.multiprocessing.spawn(run_quantised, (tmp_path,), nprocs=2)

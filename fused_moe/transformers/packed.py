@@ -5,6 +5,7 @@ They subclass transformers' own, and act on models that ask for experts_implemen
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections import Counter, defaultdict
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -25,6 +26,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..checks import fail
 from ..quantized import formats
+from ..quantized.sharding import is_sharded
 from .conversions import as_fp8, why_not_stacked
 from .experts import settings_of
 from .weights import NAMES, PARTS, add_hook, experts_of, first_name
@@ -109,8 +111,9 @@ class _Packed(HfQuantizer):
         return [found for found in experts_of(model) if found[1].config._experts_implementation in NAMES]
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        if self.is_packed:
-            for _, experts in experts_of(model):
+        for name, experts in experts_of(model):
+            if experts.config._experts_implementation in NAMES:
+                _check_split(name, experts)
                 for _, parameter in _packed_parameters(experts):
                     parameter.requires_grad_(False)  # loading makes what is floating require a gradient
         return super()._process_model_after_weight_loading(model, **kwargs)
@@ -162,6 +165,33 @@ def _packed_parameters(experts: ExpertsModule) -> list[tuple[str, nn.Parameter]]
     """Those that are codes, or belong to codes."""
     own = experts.named_parameters(recurse=False)
     return [(n, p) for n, p in own if p.element_size() == 1 or n.endswith((*PARTS[1:], "_shape"))]
+
+
+def _check_split(module_name: str, experts: ExpertsModule) -> None:
+    """Checks that tensor parallelism has split codes where their scales are split. It goes by whole shapes,
+    so that all ranks raise: one alone would leave the others in the sum of their outputs."""
+    own = experts._parameters
+    for name in (first_name(experts), "down_proj"):
+        parts = {part: own[name + part] for part in PARTS if own.get(name + part) is not None}
+        codes = next(iter(parts.values()), None)
+        if len(parts) < 2 or not is_sharded(codes):
+            continue
+        rows, bytes_per_row = codes.shape[1], math.prod(codes.shape[2:]) * codes.element_size()
+        for dim, num_ranks in _splits(codes):
+            size = rows if dim == 1 else bytes_per_row
+            num_parts = num_ranks * (_num_matrices(name) if dim == 1 else 1)
+            for part, tensor in parts.items():
+                count = tensor.shape[dim] if tensor.dim() > dim else 1
+                if count % num_parts or size % count or formats.BLOCK % (size // count):
+                    what = f"{module_name}.{name} to have scales that tp_size={num_ranks} can split"
+                    found = f"{name}{part} {tuple(tensor.shape)}; use ep_size={num_ranks} or fsdp_size"
+                    fail(ValueError, "from_pretrained", what, found)
+
+
+def _splits(tensor: Tensor) -> list[tuple[int, int]]:
+    """(dimension, number of ranks) of what is split within experts."""
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return [(x.dim, n) for x, n in sizes if not x.is_replicate() and x.dim > 0]
 
 
 class _ValidatedLate(_Packed):
