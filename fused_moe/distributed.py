@@ -126,7 +126,7 @@ class ExpertParallel(ParallelStyle):
         ValueError: there, for parameters that are DTensors already or have a main_grad, a mesh of several
             dimensions, E not a multiple of N, or ranks whose layers or styles differ. In a forward pass, on
             all ranks (with static it fails as for overflow), if D, K or dtype of the experts' inputs differ
-            between ranks, or C does; with symmetric also if a check of them fails on one rank.
+            between ranks, or C does; and on the other ranks if one rank's layer raises before the exchange.
         RuntimeError: where the style is applied, with symmetric, if one rank cannot have the memory.
 
     Source: GShard (arXiv 2006.16668, 3.2), with exact sizes instead of its padding.
@@ -184,7 +184,8 @@ class ExpertParallel(ParallelStyle):
         if device_mesh.ndim != 1:
             checks.fail(ValueError, FN, "a mesh of one dimension", f"shape {tuple(device_mesh.shape)}")
         experts = module.experts if isinstance(module, FusedMoE) else module
-        _check_same(self._settings | _described(module, experts), device_mesh.get_group())
+        source = {"src_data_rank": self.src_data_rank}
+        _check_same(self._settings | source | _described(module, experts), device_mesh.get_group())
         # From here on all ranks raise the same errors.
         if type(experts) is not Experts:  # replacing the class would lose a subclass's forward
             checks.fail(TypeError, FN, "a FusedMoE, or its experts", type(experts).__name__)

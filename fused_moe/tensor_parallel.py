@@ -136,7 +136,7 @@ class ExpertTensorParallel(ParallelStyle):
             _check(module, mesh.size())
             parameters = [(n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters()]
             own = (repr(self), repr(module), repr(parameters))
-        except (TypeError, ValueError) as found:
+        except Exception as found:
             error = found
         of_ranks = [None] * mesh.size()
         dist.all_gather_object(of_ranks, own, group=mesh.get_group())
@@ -149,10 +149,10 @@ class ExpertTensorParallel(ParallelStyle):
 
     def _take_input(self, mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict) -> tuple:
         x = args[0] if args else kwargs.get("x")
+        _check_shape(x, mesh)
         if not isinstance(x, Tensor):
             return args, kwargs  # for forward's own error
         if not isinstance(x, DTensor):
-            _check_shape(x, mesh)
             x = DTensor.from_local(x, mesh, self.input_layouts, run_check=False)
         elif x.device_mesh != mesh:
             checks.fail(ValueError, FN, f"x on {mesh}", f"x on {x.device_mesh}")
@@ -263,15 +263,20 @@ class _Once(torch.autograd.Function):
         return dbias, None
 
 
-def _check_shape(x: Tensor, mesh: DeviceMesh) -> None:
-    """Checks that ranks have x of one shape, where the host need not wait for a device, nor a graph break."""
-    if x.device.type != "cpu" or type(x) not in PLAIN or torch.compiler.is_compiling():
+def _check_shape(x: object, mesh: DeviceMesh) -> None:
+    """Checks that ranks have x of one shape, where the host need not wait for a device, nor a graph break. A
+    rank with something else takes part, too, or the others would wait for it."""
+    is_other = isinstance(x, Tensor) and type(x) not in (*PLAIN, DTensor)
+    if is_other or mesh.device_type != "cpu" or torch.compiler.is_compiling():
         return
-    own = torch.tensor([zlib.crc32(repr(tuple(x.shape)).encode())])
+    what: object = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+    if isinstance(x, DTensor):
+        what = what, x.placements, str(x.device_mesh)
+    own = torch.tensor([zlib.crc32(repr(what).encode())])
     found = [torch.empty_like(own) for _ in range(mesh.size())]
     dist.all_gather(found, own, group=mesh.get_group())
     if not all(torch.equal(other, own) for other in found):
-        checks.fail(ValueError, FN, "x of the same shape on all ranks", f"{tuple(x.shape)} on this one")
+        checks.fail(ValueError, FN, "x of the same shape on all ranks", f"{what} on this one")
 
 
 def _added_once(bias: Tensor | None, mesh: DeviceMesh) -> Tensor | None:

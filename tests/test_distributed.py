@@ -1967,6 +1967,10 @@ def unequal_layers(rank, device):
         except ValueError as error:
             found[kind] = str(error)
         assert all(layer.get_parameter(name) is p for name, p in before.items())  # nothing was replaced
+    with pytest.raises(
+        ValueError, match="expected src_data_rank (0|None) on all ranks, found (0|None) on rank"
+    ):
+        parallelize_module(new_layer(device), mesh, ExpertParallel(), src_data_rank=None if rank else 0)
     return found
 
 

@@ -479,11 +479,13 @@ def test_wrong_modules(workers):
 
 
 def other_shapes(rank, mesh, layout):
-    """Tokens that ranks do not share evenly: an error on both, and the next call works."""
+    """Tokens that ranks do not share evenly, or no tokens: an error on both, and the next call works."""
     layer = parallelize_module(new_layer(), mesh, ExpertTensorParallel(input_layouts=layout))
-    for x in (torch.zeros(3 + rank, D), torch.zeros((2,) * (1 + rank) + (D,))):
+    lists = [0.0] if rank else torch.zeros(4, D)
+    split = DTensor.from_local(torch.zeros(2, D), mesh, [S0]) if rank else torch.zeros(4, D)
+    for x in (torch.zeros(3 + rank, D), torch.zeros((2,) * (1 + rank) + (D,)), lists, split):
         with pytest.raises(ValueError, match="expected x of the same shape on all ranks, found .* on this"):
-            layer(x.double())
+            layer(x.double() if isinstance(x, torch.Tensor) else x)
     return layer(signals()[0]).detach()
 
 
