@@ -255,6 +255,7 @@ class ParallelExperts(Counting, Experts):
 
     def take_lora(self, name: str, adapters: Adapters) -> None:
         """Takes adapters, as shards of this rank's experts."""
+        _check_same(_described_adapters(name, adapters), self.mesh.get_group())
         _shard(adapters, self.mesh)
         super().take_lora(name, adapters)
 
@@ -528,7 +529,12 @@ def _described(module: nn.Module, experts: nn.Module) -> dict[str, object]:
     return described
 
 
-def _check_same(described: dict[str, object], group) -> None:
+def _described_adapters(name: str, adapters: Adapters) -> dict[str, object]:
+    parameters = {f"adapter {n}": f"{tuple(p.shape)} {p.dtype}" for n, p in adapters.named_parameters()}
+    return {"adapters": name, **parameters}
+
+
+def _check_same(described: dict[str, object], group, fn: str = FN) -> None:
     """Raises on all ranks if any two differ."""
     ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(ranks, described, group)
@@ -536,7 +542,7 @@ def _check_same(described: dict[str, object], group) -> None:
         for name in described | other:
             own, found = described.get(name), other.get(name)
             if own != found:
-                checks.fail(ValueError, FN, f"{name} {own} on all ranks", f"{found} on rank {rank}")
+                checks.fail(ValueError, fn, f"{name} {own} on all ranks", f"{found} on rank {rank}")
 
 
 class _SumOverRanks:

@@ -34,12 +34,13 @@ def update_biases(layers: list, group=None) -> None:
     """Moves each FusedMoE's expert_bias by its load_balance_coeff against its load, and zeroes its counts.
     One all-reduce sums the counts of all layers over the group."""
     for layer in layers:
-        check_expert_bias("FusedMoE", layer.expert_bias)
         if layer.tokens_per_expert.is_meta:  # parameters came by assignment, nothing is counted
             layer._move_counter("tokens_per_expert", layer.expert_bias.device)
     loads = joined([layer.tokens_per_expert for layer in layers])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(loads, group=group)
+    for layer in layers:  # not before, or the other ranks would wait for one that raises
+        check_expert_bias("FusedMoE", layer.expert_bias)
     for layer, load in zip(layers, loads.split([layer.num_experts for layer in layers]), strict=True):
         shortfall = load.sum() - layer.num_experts * load  # E times (mean - load), exactly
         delta = layer.load_balance_coeff * torch.sign(shortfall).float()

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from . import checks, function
 from .activation import activation_of
-from .distributed import _check_sharded_alone, _local, _local_weight
+from .distributed import _check_same, _check_sharded_alone, _described_adapters, _local, _local_weight
 from .lora import Adapters, LoRA
 from .module import Experts, FusedMoE, SharedExperts
 from .ops import BLOCK, reshaped
@@ -183,6 +183,7 @@ class SplitExperts(Experts):
         _check_sharded_alone(fn, self, self.mesh, FN)
 
     def take_lora(self, name: str, adapters: Adapters) -> None:
+        _check_same(_described_adapters(name, adapters), self.mesh.get_group(), FN)
         _split(adapters, self.mesh, DIM_OF_F)
         super().take_lora(name, adapters)
 

@@ -1564,6 +1564,19 @@ def updated_bias(rank, device, loads):
     return layer.expert_bias
 
 
+def other_bias(rank, device):
+    """Of another dtype on rank 1, which raises; rank 0 does not wait for it."""
+    layer = new_layer(device)
+    if rank:
+        layer._buffers["expert_bias"] = layer.expert_bias.bfloat16()
+    with pytest.raises(TypeError, match="expert_bias of dtype") if rank else nullcontext():
+        layer.update_expert_bias()
+
+
+def test_a_bias_of_another_dtype_on_one_rank(workers, device):
+    workers(other_bias)
+
+
 def test_update_under_a_process_group(workers):
     """Two processes sum their loads and move to the same bias."""
     loads = torch.tensor([[9.0, 0.0, 4.0, 3.0], [1.0, 2.0, 4.0, 9.0]])
@@ -1769,6 +1782,17 @@ def test_expert_parallel_takes_adapters(workers, device, how, options):
     for index, right in ((2, expected_base), (3, expected_merged)):
         found = torch.cat([result[index] for result in results])
         torch.testing.assert_close(found, right.cpu(), rtol=1e-4, atol=1e-4)
+
+
+def other_adapters(rank, device):
+    layer = parallelize_module(new_layer(device), init_device_mesh(device.type, (RANKS,)), ExpertParallel())
+    with pytest.raises(ValueError, match=r"ExpertParallel: expected adapter a1 .* on all ranks, found \("):
+        add_lora(layer, 2 + 2 * rank)
+    add_lora(layer, 2)
+
+
+def test_other_adapters_are_an_error_on_all_ranks(workers, device):
+    workers(other_adapters)
 
 
 def sent_adapters(rank, device):

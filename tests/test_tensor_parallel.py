@@ -192,6 +192,17 @@ def adapters_added_afterwards(rank, mesh):
     return first, step(filled(layer), *signals())
 
 
+def other_adapters(rank, mesh):
+    layer = parallelize_module(new_layer(), mesh, ExpertTensorParallel())
+    with pytest.raises(ValueError, match="ExpertTensorParallel: expected adapter a1 .* on all ranks, found "):
+        add_lora(layer, 2 + 2 * rank)
+    return filled(add_lora(layer, 2)).experts.lora.scale
+
+
+def test_adapters_of_other_ranks_are_an_error(workers):
+    on_two(workers, other_adapters)
+
+
 def test_adapters_added_afterwards(workers):
     (first, found), (second, other) = on_two(workers, adapters_added_afterwards)
     assert all(torch.equal(first[name], second[name]) for name in first) and first["a1"].any()
