@@ -3,7 +3,7 @@
 A gated layer takes 6 TKDF forward and 12 TKDF backward; a gradient that is not needed takes none. Every slot
 counts as a row: how many ids are sentinels is known on the device alone. Only GEMMs count, as in PyTorch. A
 GEMM of the router takes 2 TDE; that of its weight's gradient is PyTorch's. A formula gets shapes where the
-operator gets tensors.
+operator gets tensors, of padded weights those that the caller gave (widths.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from importlib import import_module
 from importlib.abc import MetaPathFinder
 from math import prod
 
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
 from .ops import Schema, ops
 from .quantized.formats import FORMATS
+from .widths import shape_of
 
 CODES_PER_BYTE = [format.per_byte for format in FORMATS.values()]  # in tiles as in the published layout
 FORMULAS: dict[str, Callable[..., int]] = {}  # operator -> function of its arguments, a named tuple
@@ -165,10 +169,11 @@ def _install(module) -> None:
         schema = Schema(name)
         module.flop_registry.pop(getattr(ops, name), None)  # of this file before a reload
 
-        def by_name(*args, out_shape=None, schema=schema, formula=formula, **kwargs):
+        def by_name(*args, out_val=None, schema=schema, formula=formula, **kwargs):
+            args, kwargs = tree_map_only(Tensor, shape_of, (args, kwargs))
             return formula(schema.named(*args, **kwargs))
 
-        module.register_flop_formula(getattr(ops, name))(by_name)
+        module.register_flop_formula(getattr(ops, name), get_raw=True)(by_name)
 
 
 class _AtImport(MetaPathFinder):

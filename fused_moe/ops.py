@@ -699,14 +699,20 @@ def _grouped_mm_fake(args):
 
 
 def _grouped_mm_setup(ctx, args, output):
+    ctx.given = getattr(args.b, "fused_moe_shape", None)  # of b that is padded
     ctx.save_for_backward(args.a, *widths.saved(ctx, args.b), args.offsets)
 
 
 def _grouped_mm_backward(ctx, need, dout):
     a, b, offsets = ctx.saved_tensors
     (b,) = widths.restored(ctx, b)
+    b_t = b.mT
+    if ctx.given is not None:
+        E, out, width = ctx.given
+        b_t = widths.with_shape(b_t, (E, width, out))
+        a, dout = widths.with_shape(a, (a.size(0), width)), widths.with_shape(dout, (a.size(0), out))
     grads = {
-        "a": run(ops.grouped_mm.default, dout, b.mT, offsets) if need.a else None,
+        "a": run(ops.grouped_mm.default, dout, b_t, offsets) if need.a else None,
         "b": run(ops.wgrad.default, dout, a, offsets) if need.b else None,
     }
     return grads | ({"bias": run(ops.bias_grad.default, dout, offsets)} if need.bias else {})

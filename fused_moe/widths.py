@@ -96,11 +96,12 @@ class Operands(NamedTuple):
 def padded(x: Tensor, weights: tuple, biases: tuple, lora, shared: Tensor | None, layout: int) -> Operands:
     dtype = _gemm_dtype(x)
     x, *operands = (t if t is None or t.dtype == dtype else t.to(dtype) for t in (x, *weights))
+    if lora is not None:
+        lora = lora._replace(**_adapters(lora, ROWS[layout], dtype))
     of_weights = (ROWS[layout], PLAIN, PLAIN)
     w1, w2, w3 = (w if w is None else copied(w, rows) for w, rows in zip(operands, of_weights, strict=True))
     b1, b2, b3 = biases
     biases = (_widened(b1, ROWS[layout]), _widened(b2), _widened(b3))
-    lora = lora if lora is None else lora._replace(**_adapters(lora, ROWS[layout]))
     return Operands(_widened(x), (w1, w2, w3), biases, lora, _widened(shared))
 
 
@@ -119,17 +120,32 @@ def _widened(t: Tensor | None, rows: Rows = PLAIN) -> Tensor | None:
     return _with_zeros(t.reshape(-1, last // rows.parts), more).view(*outer, last + rows.parts * more)
 
 
-def _adapters(lora, rows: Rows) -> dict[str, Tensor | None]:
+def _adapters(lora, rows: Rows, dtype: torch.dtype) -> dict[str, Tensor | None]:
     def out(b: Tensor | None, rows: Rows = PLAIN) -> Tensor | None:
-        return b if b is None else _widened(b.mT, rows).mT
+        return b if b is None else with_shape(_widened(b.to(dtype).mT, rows).mT, b.shape)
 
-    a = {name: _widened(getattr(lora, name)) for name in ("a1", "a2", "a3")}
+    def width(a: Tensor | None) -> Tensor | None:
+        return a if a is None else with_shape(_widened(a.to(dtype)), a.shape)
+
+    a = {name: width(getattr(lora, name)) for name in ("a1", "a2", "a3")}
     return a | {"b1": out(lora.b1, rows), "b2": out(lora.b2), "b3": out(lora.b3)}
 
 
 def narrowed(y: Tensor, width: int) -> Tensor:
     """The first `width` columns of y, contiguous."""
     return y if y.size(-1) == width else y[..., :width].contiguous()
+
+
+def with_shape(t: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """t, which remembers its shape without padding, for FLOPs."""
+    if not torch.compiler.is_compiling() and t.shape != shape:
+        t.fused_moe_shape = shape  # type: ignore[attr-defined]
+    return t
+
+
+def shape_of(t: Tensor) -> tuple[int, ...]:
+    """The shape of t without padding, where it is known."""
+    return getattr(t, "fused_moe_shape", t.shape)
 
 
 # --- weights ------------------------------------------------------------------------------------------
@@ -142,7 +158,7 @@ def copied(w: Tensor, rows: Rows) -> Tensor:
     copy = _zeros_behind(w, rows)
     if not torch.compiler.is_compiling():  # which decides itself what to save
         copy.fused_moe_copy_of = w, rows  # type: ignore[attr-defined]
-    return copy
+    return with_shape(copy, w.shape)
 
 
 def _zeros_behind(w: Tensor, rows: Rows) -> Tensor:
@@ -182,7 +198,10 @@ def restored(ctx, *weights: Tensor | None, first: int = 0) -> Sequence[Tensor | 
         return weights
     with torch.no_grad():
         pairs = zip(weights, ctx.copied_rows[first : first + len(weights)], strict=True)
-        return [w if w is None or rows is None else _zeros_behind(w.detach(), rows) for w, rows in pairs]
+        return [
+            w if w is None or rows is None else with_shape(_zeros_behind(w.detach(), rows), w.shape)
+            for w, rows in pairs
+        ]
 
 
 # --- main_grads ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from cases import BF16, F32, Case
 from torch.utils.flop_counter import FlopCounterMode
 
-from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm, quantize
+from fused_moe import FusedMoE, add_lora, fused_experts, grouped_mlp, grouped_mm, quantize, widths
 
 
 def flops_of(function) -> int:
@@ -99,6 +99,65 @@ def test_layer(device):
     layer = FusedMoE(10, 7, 4, 2, device=device)
     x = torch.randn(6, 10, device=device, requires_grad=True)
     assert flops_of(lambda: layer(x).sum().backward()) == 18 * 6 * 2 * 10 * 7 + 3 * 2 * 6 * 10 * 4
+
+
+def layer_of_13(device):
+    return FusedMoE(13, 11, 4, 2, num_shared_experts=1, device=device, dtype=BF16)
+
+
+def with_main_grads(device):
+    layer = layer_of_13(device)
+    for p in layer.experts.parameters():
+        p.main_grad = torch.zeros_like(p, dtype=F32)
+    return layer
+
+
+def with_lora(device):
+    layer = FusedMoE(13, 11, 4, 2, device=device, dtype=BF16)
+    add_lora(layer, 4)
+    return layer
+
+
+PADDED = {
+    "D and F": layer_of_13,
+    "F alone": lambda device: FusedMoE(16, 11, 4, 2, device=device, dtype=BF16),
+    "main_grads": with_main_grads,
+    "lora": with_lora,
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", PADDED)
+def test_padding_does_not_count(device, case, monkeypatch):
+    """Widths that are no multiple of 8, padded or not: with gradients, and without."""
+    counts = []
+    layer = PADDED[case](device)
+    x = torch.randn(6, layer.dim, device=device, dtype=BF16, requires_grad=True)
+    for is_padded in (True, False):
+        monkeypatch.setattr(widths, "ON_CPU", is_padded)
+        if device.type == "cpu":
+            assert widths.are_padded(x, *layer.experts.weights) == is_padded
+        outs = []
+        forward = flops_of(lambda outs=outs: outs.append(layer(x)))
+        backward = flops_of(lambda outs=outs: outs[0].sum().backward())
+        with torch.no_grad():
+            counts.append((forward, backward, flops_of(lambda: layer(x))))
+    assert counts[0] == counts[1]
+    if case == "F alone":
+        experts, router = 6 * 6 * 2 * 16 * 11, 2 * 6 * 16 * 4
+        assert counts[0] == (experts + router, 2 * (experts + router), experts + router)
+
+
+@pytest.mark.parametrize("layout", ("separate", "halves", "interleaved"))
+def test_padded_layouts(device, layout, monkeypatch):
+    monkeypatch.setattr(widths, "ON_CPU", True)
+    case = Case(6, 13, 11, 4, 2, BF16, layout=layout)
+    inputs, ids = case.inputs(device), case.ids(device)
+    leaves = {n: t if t is None else t.requires_grad_() for n, t in inputs.items()}
+    outs = []
+    forward = flops_of(lambda: outs.append(fused_experts(**leaves, ids=ids, **case.options)))
+    assert forward == 6 * 6 * 2 * 13 * 11
+    assert flops_of(lambda: outs[0].sum().backward()) == 2 * forward
 
 
 @pytest.mark.parametrize(
