@@ -309,7 +309,7 @@ class ParallelExperts(Counting, Experts):
         rows = Dispatch.apply(x, *ways)
         ones = torch.ones(num_received, 1, dtype=scores.dtype, device=x.device)
         y = self._local_experts(rows, ones, self._local_ids(received))
-        return Combine.apply(y, scores, received_scores, *ways)
+        return Combine.apply(y, scores, received_scores, *ways)[0]
 
     def _forward_by_rank(self, x: Tensor, scores: Tensor, ids: Tensor, slots: Plan) -> Tensor:
         """For each token and rank that has some of its experts, their weighted sum comes back."""

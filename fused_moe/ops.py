@@ -294,7 +294,7 @@ def _autograd_rule(schema: Schema, backward, setup_context, keeps: str = ""):
         output = _below_autograd(op, keyset, args)
         if setup_context is not None:
             setup_context(ctx, named(*args), output)
-        return output
+        return tuple(output) if isinstance(output, list) else output  # autograd looks into no list
 
     def by_position(ctx, *grads):
         result = [None] * len(ctx.needs_input_grad)
@@ -331,6 +331,32 @@ def _no_backward(name: str):
         raise RuntimeError(f"fused_moe: {name} has no gradient")
 
     return backward
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """(what, number of results, *results, *inputs) -> results."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(what: str, number: int, *tensors: Tensor | None):
+        return tuple(None if t is None else t.view_as(t) for t in tensors[:number])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.what = inputs[0]
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(f"fused_moe: {ctx.what} cannot be differentiated: double backward is not supported")
+
+
+def undifferentiable(what: str, results: tuple, *inputs: Tensor | None) -> tuple:
+    """The results of a backward pass. Where it is recorded itself, their derivatives by what led to the
+    inputs raise: autograd does not see what a backward pass reads beside them."""
+    if not torch.is_grad_enabled():
+        return results
+    return _Undifferentiable.apply(what, len(results), *results, *inputs)
 
 
 def _register_autocast(schema: Schema, names: tuple[str, ...]):
@@ -1208,7 +1234,7 @@ def _fp8_up_fake(args):
 
 def _fp8_up_setup(ctx, args, output):
     ctx.layout, ctx.has_codes_t = args.layout, len(args.quantized) == 4
-    ctx.mark_non_differentiable(*output[2:])
+    ctx.mark_non_differentiable(*output[3:])  # not h: a recorded backward of fp8_down reaches x by it
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(args.x, *(args.quantized[2:] or (args.w1, args.w3)), *args.plan)
 
@@ -1233,11 +1259,13 @@ def _fp8_down_setup(ctx, args, output):
     ctx.settings = (args.layout, args.activation, args.constants, args.wgrad)
     ctx.main_grad, ctx.has_codes_t = args.main_grad2, len(args.quantized) == 4
     saved = (args.h, args.x_scale, args.w2, args.scores, *(args.quantized[2:] or (None, None)))
+    saved = (args.link_t_scale, *saved)  # one element, by which a recorded backward reaches w1 and w3
     ctx.save_for_backward(*saved, *_saved_shared(ctx, args), *args.plan)
 
 
 def _fp8_down_backward(ctx, need, dout):
-    h, x_scale, w2, scores, codes_t, scale_t, shared, shared_gate, *plan = ctx.saved_tensors
+    link_t_scale, h, x_scale, w2, scores, codes_t, scale_t, shared, shared_gate, *plan = ctx.saved_tensors
+    (h,) = undifferentiable("fp8_down_backward", (h,), h, link_t_scale)
     of_shared = shared_gradients(need, dout, shared, shared_gate)
     if ctx.main_grad is not None:
         need = less_unasked(ctx, need, w2=6)

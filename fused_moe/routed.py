@@ -37,6 +37,7 @@ from .ops import (
     run,
     scale_gradient,
     shared_gradients,
+    undifferentiable,
     up_gradients,
 )
 from .paths import Operands, has_policy
@@ -141,6 +142,7 @@ class _Routed(torch.autograd.Function):
             dscale = None if dscores is None else scale_gradient(dscores, logits, ids, _of_route(ctx))
         else:
             # Both sides' backward apart: h is freed between them, unless the graph is kept.
+            h, scores = undifferentiable("experts_down_backward", (h, scores), logits)
             layout, activation, constants = ctx.settings
             main1, main3, main2 = main_grads or (None, None, None)
             if main_grads is not None:

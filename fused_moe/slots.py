@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .exchange import Exact, gather
-from .ops import ops, run
+from .ops import ops, run, undifferentiable
 
 NUM_THERE, NUM_BACK = 11, 7
 
@@ -65,22 +65,24 @@ class Dispatch(torch.autograd.Function):
 
 class Combine(torch.autograd.Function):
     """y (R, D) of received slots, scores (T, K) of this rank's tokens and those of the received ones -> out
-    (T, D). The last arguments are those of `Dispatch`."""
+    (T, D), and an empty tensor, by which a recorded backward reaches this node's inputs. The last arguments are
+    those of `Dispatch`."""
 
     @staticmethod
     def forward(
         ctx, y: Tensor, scores: Tensor, received_scores: Tensor, tokens: Exact, slots: Exact, *maps
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         slot_of_buffer, buffer_of_slot, *plan = maps[NUM_THERE:]
         rows = _slots_back(y, slots, slot_of_buffer, buffer_of_slot)
         of_scores = (rows, scores, *plan) if ctx.needs_input_grad[1] else ()
         ctx.exchange = tokens
-        ctx.save_for_backward(received_scores, *maps[:NUM_THERE], *of_scores)
-        return run(ops.unpermute.default, rows, scores, plan)
+        node = y.new_empty(0)
+        ctx.save_for_backward(node, received_scores, *maps[:NUM_THERE], *of_scores)
+        return run(ops.unpermute.default, rows, scores, plan), node
 
     @staticmethod
-    def backward(ctx, dout: Tensor):
-        received_scores, token_of_buffer, *saved = ctx.saved_tensors
+    def backward(ctx, dout: Tensor, _):
+        node, received_scores, token_of_buffer, *saved = ctx.saved_tensors
         sent, received, of_scores = saved[:5], saved[5:10], saved[10:]
         dy = dscores = None
         if ctx.needs_input_grad[0]:
@@ -90,4 +92,5 @@ class Combine(torch.autograd.Function):
         if of_scores:
             rows, scores, *plan = of_scores
             dscores = run(ops.unpermute_backward.default, dout, rows, scores, plan, False, True)[1]
+        dy, dscores = undifferentiable("combine='slot'", (dy, dscores), dout, node)
         return dy, dscores, None, None, None, *[None] * (NUM_THERE + NUM_BACK)

@@ -26,14 +26,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import checks, function
 from .exchange import FN, REFUSED, check_facts, facts_of
-from .ops import ops, run
+from .ops import ops, run, undifferentiable
 from .plan import Plan
+
+
+WHAT = "symmetric exchange"
 
 
 class Memory:
@@ -303,8 +305,12 @@ class _There(torch.autograd.Function):
         return rows, torch.cat(ways.areas.scores)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, drows: Tensor | None, dscores: Tensor | None):
+        return *undifferentiable(WHAT, _There._gradients(ctx, drows, dscores), drows, dscores), None, None
+
+    @staticmethod
+    @torch.no_grad()
+    def _gradients(ctx, drows: Tensor | None, dscores: Tensor | None) -> tuple:
         ways, areas = ctx.ways, ctx.ways.areas
         gradients = ((areas.rows, drows), (areas.dscores, dscores))
         ways.peers.write(*((area, values) for area, values in gradients if values is not None))
@@ -313,7 +319,7 @@ class _There(torch.autograd.Function):
             dx = run(ops.sum_peers.default, areas.rows, ways.back)
         if dscores is not None:  # other ranks' are zero
             dscores = ways.received(areas.dscores).sum(0)
-        return dx, dscores, None, None
+        return dx, dscores
 
 
 class _Back(torch.autograd.Function):
@@ -333,15 +339,19 @@ class _Back(torch.autograd.Function):
         return run(ops.sum_peers.default, areas.rows, ways.back, scores)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout: Tensor):
+        saved = ctx.saved_tensors
+        return *undifferentiable(WHAT, _Back._gradients(ctx, dout, *saved), dout, *saved), None, None
+
+    @staticmethod
+    @torch.no_grad()
+    def _gradients(ctx, dout: Tensor, rows: Tensor | None = None, scores: Tensor | None = None) -> tuple:
         ways, areas = ctx.ways, ctx.ways.areas
         ways.peers.write((areas.tokens, dout))
         dout = run(ops.sum_peers.default, areas.tokens, ways.there)
         if ctx.plan is None:
-            return dout, None, None, None
-        rows, scores = ctx.saved_tensors
+            return dout, None
         need_rows, need_scores, *_ = ctx.needs_input_grad
         args = (dout, rows, scores, ctx.plan.tensors, need_rows, need_scores)
         drows, dscores = run(ops.unpermute_backward.default, *args)
-        return drows if need_rows else None, dscores if need_scores else None, None, None
+        return drows if need_rows else None, dscores if need_scores else None

@@ -344,7 +344,7 @@ CPU = listed({
     ("what others still read is overwritten", "if are_read:", "if False:"),
     ("rows are read before all are written",
      "copy_(values)\n        self._memory.barrier()", "copy_(values)"),
-    ("memory is in a graph", "@once_differentiable\n    def backward(ctx, dout", "def backward(ctx, dout"),
+    ("memory is in a graph", "@torch.no_grad()\n    def _gradients(ctx, dout", "def _gradients(ctx, dout"),
     ("a slot's row is the same on every rank", "first = peers.rank * peers.num_rows", "first = 0"),
     ("a call that failed leaves the others alone",
      "self.write((ids, torch.full_like(ids[self.rank], REFUSED)))", "pass"),
