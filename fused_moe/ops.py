@@ -348,7 +348,9 @@ class _Undifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError(f"fused_moe: {ctx.what} cannot be differentiated: double backward is not supported")
+        raise RuntimeError(
+            f"fused_moe: {ctx.what} cannot be differentiated: double backward is not supported"
+        )
 
 
 def undifferentiable(what: str, results: tuple, *inputs: Tensor | None) -> tuple:
