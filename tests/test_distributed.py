@@ -1565,7 +1565,7 @@ def updated_bias(rank, device, loads):
 
 
 def other_bias(rank, device):
-    """Of another dtype on rank 1, which raises; rank 0 does not wait for it."""
+    """Rank 1's has another dtype, and raises; rank 0 does not wait for it."""
     layer = new_layer(device)
     if rank:
         layer._buffers["expert_bias"] = layer.expert_bias.bfloat16()
