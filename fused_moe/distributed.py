@@ -184,8 +184,8 @@ class ExpertParallel(ParallelStyle):
         if device_mesh.ndim != 1:
             checks.fail(ValueError, FN, "a mesh of one dimension", f"shape {tuple(device_mesh.shape)}")
         experts = module.experts if isinstance(module, FusedMoE) else module
-        source = {"src_data_rank": self.src_data_rank}
-        _check_same(self._settings | source | _described(module, experts), device_mesh.get_group())
+        described = self._settings | _described(module, experts)
+        _check_same(described | {"src_data_rank": self.src_data_rank}, device_mesh.get_group())
         # From here on all ranks raise the same errors.
         if type(experts) is not Experts:  # replacing the class would lose a subclass's forward
             checks.fail(TypeError, FN, "a FusedMoE, or its experts", type(experts).__name__)
