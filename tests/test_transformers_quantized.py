@@ -290,6 +290,17 @@ def test_weights_stay_packed(device, tmp_path, kind):
             assert not [n for n, p in experts.named_parameters() if p.requires_grad and "bias" not in n]
 
 
+def test_codes_of_fp8_are_frozen(cpu, tmp_path):
+    """Those of experts and of dense layers: FSDP2 wants one dtype of what is trainable in a layer."""
+    write_checkpoint("fp8_block", tmp_path)
+    unquantized = ["lm_head", "model.embed_tokens", "model.layers.*.mlp.gate"]
+    with_quantization(tmp_path, {"quant_method": "fp8", "modules_to_not_convert": unquantized})
+    parameters = dict(load(tmp_path).named_parameters())
+    frozen = {name for name, p in parameters.items() if not p.requires_grad}
+    assert frozen == {n for n, p in parameters.items() if p.element_size() == 1 or n.endswith("_scale_inv")}
+    assert any("self_attn.q_proj" in name for name in frozen)
+
+
 @ALL_CHECKPOINTS
 def test_generate(device, tmp_path, kind):
     """Greedy decoding gives eager's tokens."""

@@ -253,6 +253,13 @@ class PackedFp8(_ValidatedLate, FineGrainedFP8HfQuantizer):
         if self._ours(model, use_kernels):
             self._check_stored(model, _stored_experts(checkpoint_files))
 
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        if any(experts.config._experts_implementation in NAMES for _, experts in experts_of(model)):
+            for name, parameter in model.named_parameters():  # those of dense layers, too
+                if parameter.dtype == formats.E4M3 or name.endswith("_scale_inv"):
+                    parameter.requires_grad_(False)  # FSDP2 wants one dtype of a layer's trainable parameters
+        return super()._process_model_after_weight_loading(model, **kwargs)
+
     def _has_ours_alone(self, model: nn.Module, use_kernels: bool) -> bool:
         """Whether all that is in FP8 is experts that we compute."""
         config = self.quantization_config
