@@ -67,7 +67,7 @@ from .plan import Plan
 from .quantized import sharding
 from .quantized.weight import QuantizedWeight, read
 from .slots import Combine, Dispatch, tokens_there
-from .symmetric import Exchange, Peers, SharedMemory
+from .symmetric import Exchange, Peers, SharedMemory, outside_of_modes
 
 __all__ = ["ExpertParallel", "ParallelExperts"]
 
@@ -357,7 +357,8 @@ class ParallelExperts(Counting, Experts):
         if self.combine == "slot":
             rows = self.capacity or rows * top_k
         sizes = (tokens, self.dim, top_k, self.mesh.size() * rows)
-        self.peers = self.memory.peers(self.mesh, self.w1.dtype, sizes)
+        with outside_of_modes():
+            self.peers = self.memory.peers(self.mesh, self.w1.dtype, sizes)
 
     @_disable_dynamo
     def _forward_symmetric(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -378,7 +379,8 @@ class ParallelExperts(Counting, Experts):
         elif self.capacity is not None:
             max_rows = peers.num_ranks * self.capacity
             if self.overflow == "drop":
-                dropped = torch.zeros_like(self.dropped_rows)
+                with outside_of_modes():
+                    dropped = torch.zeros_like(self.dropped_rows)
             else:
                 what = f"more than N * capacity = {max_rows} slots of a rank"
                 torch._assert_async((exchange.slots_of_ranks() <= max_rows).all(), f"{FN}: {what}")
@@ -427,9 +429,8 @@ class ParallelExperts(Counting, Experts):
         expert, or none. Groups are in the order of source ranks, and of this rank's experts."""
         N, E = self.mesh.size(), self.num_experts
         first = 1 + E // N * self.mesh.get_local_rank()
-        groups = torch.full((N, E + 2), -1, dtype=torch.int32, device=device)
-        groups[:, first : first + E // N] = torch.arange(E, device=device).view(N, -1)
-        return groups.flatten()
+        groups = torch.arange(E, dtype=torch.int32, device=device).view(N, -1)
+        return F.pad(groups, (first, E + 2 - first - E // N), value=-1).flatten()
 
     def _local_ids(self, received: Plan) -> Tensor:
         """(R, 1): which of this rank's experts each received slot has. Past the last row, which only a static

@@ -146,7 +146,7 @@ def _first_rows(plan: Plan, num_ranks: int) -> Tensor:
 def distinct(ranks: Tensor, num_ranks: int) -> Tensor:
     """ranks (T, K), outside [0, N) for none -> (T, N): column r is r where a token has that rank, else -1."""
     column = ranks.clamp(-1, num_ranks).remainder(num_ranks + 1).long()  # N for none
-    return column.new_full((ranks.size(0), num_ranks + 1), -1).scatter_(1, column, column)[:, :-1]
+    return column.new_full((ranks.size(0), num_ranks + 1), -1).scatter(1, column, column)[:, :-1]
 
 
 def cut(plan: Plan, num_rows: int) -> Plan:

@@ -19,6 +19,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,14 +29,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import checks, function
 from .exchange import FN, REFUSED, check_facts, facts_of
 from .ops import ops, run, undifferentiable
 from .plan import Plan
 
-
 WHAT = "symmetric exchange"
+
+
+def outside_of_modes():
+    """No dispatch mode sees what is called. A selective checkpoint, which is one, would take a view of shared
+    memory, a write to it or a barrier from its cache."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 class Memory:
@@ -191,8 +198,9 @@ class Peers:
     def areas(self, dtype: torch.dtype) -> Areas:
         if dtype not in self._areas:
             views = []
-            for shape, of_area, start, end in self._layout(dtype):
-                views.append([rank[start:end].view(of_area).view(shape) for rank in self._memory.ranks])
+            with outside_of_modes():
+                for shape, of_area, start, end in self._layout(dtype):
+                    views.append([rank[start:end].view(of_area).view(shape) for rank in self._memory.ranks])
             self._areas[dtype] = Areas(*views)
         return self._areas[dtype]
 
@@ -219,11 +227,12 @@ class Peers:
         """Copies values into this rank's part of areas, from the first row on. After it all ranks' are
         written. It begins when the others have read what it overwrites; not `are_read`: they have before
         the last barrier."""
-        if are_read:
+        with outside_of_modes():
+            if are_read:
+                self._memory.barrier()
+            for area, values in areas_and_values:
+                area[self.rank][: values.size(0)].copy_(values)
             self._memory.barrier()
-        for area, values in areas_and_values:
-            area[self.rank][: values.size(0)].copy_(values)
-        self._memory.barrier()
 
 
 @dataclass
@@ -239,7 +248,9 @@ class Ways:
     def received(self, area: list[Tensor]) -> Tensor:
         """An area of (N*C, K) -> (N, T, K), what the ranks have written there for this rank's tokens."""
         first = self.peers.rank * self.peers.max_tokens
-        return torch.stack([of_rank[first : first + self.num_tokens] for of_rank in area])
+        with outside_of_modes():
+            of_ranks = [of_rank[first : first + self.num_tokens] for of_rank in area]
+        return torch.stack(of_ranks)
 
 
 class Exchange:
@@ -249,8 +260,8 @@ class Exchange:
     def __init__(self, peers: Peers, x: Tensor, scores: Tensor, ids: Tensor, num_experts: int):
         self.peers, self.facts, num_tokens = peers, facts_of(x, ids), x.size(0)
         areas, experts_per_rank = peers.areas(x.dtype), num_experts // peers.num_ranks
-        choice = torch.cat((ids, peers.no_ids[num_tokens:]))
-        choice[-1].fill_(self.facts.packed())
+        last = torch.full_like(peers.no_ids[:1], self.facts.packed())
+        choice = torch.cat((ids, peers.no_ids[num_tokens:-1], last))
         peers.write((areas.ids, choice), (areas.tokens, x.detach()), (areas.scores, scores.detach()))
         choices = torch.stack(areas.ids)  # (N, C+1, K)
         self.others = choices[:, -1, 0]  # (N,) Facts of all ranks
@@ -335,7 +346,8 @@ class _Back(torch.autograd.Function):
         token_row = F.threshold(plan.token_row + first, first - 1, -1)  # -1 stays
         peers.write((areas.rows, rows), (areas.token_row, token_row), are_read=False)
         ways.back = ways.received(areas.token_row).amax(0)
-        scores = areas.scores[peers.rank][: ways.num_tokens]
+        with outside_of_modes():
+            scores = areas.scores[peers.rank][: ways.num_tokens]
         return run(ops.sum_peers.default, areas.rows, ways.back, scores)
 
     @staticmethod

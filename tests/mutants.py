@@ -343,7 +343,7 @@ CPU = listed({
   ("fused_moe/symmetric.py", "tests/test_symmetric.py"): [
     ("what others still read is overwritten", "if are_read:", "if False:"),
     ("rows are read before all are written",
-     "copy_(values)\n        self._memory.barrier()", "copy_(values)"),
+     "copy_(values)\n            self._memory.barrier()", "copy_(values)"),
     ("memory is in a graph", "@torch.no_grad()\n    def _gradients(ctx, dout", "def _gradients(ctx, dout"),
     ("a slot's row is the same on every rank", "first = peers.rank * peers.num_rows", "first = 0"),
     ("a call that failed leaves the others alone",

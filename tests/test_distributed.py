@@ -29,7 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fused_moe
 from fused_moe import FusedMoE, QuantizedWeight, add_lora, exchange, quantize, reference
@@ -160,9 +160,10 @@ def cut_of(options):
 # --- the experts alone, any routing -------------------------------------------------------------------
 
 
-KEEPS_ROWS = partial(
-    create_selective_checkpoint_contexts, [torch.ops._c10d_functional.all_to_all_single.default]
-)
+CONTEXTS = {  # of selective checkpoints
+    "selective": [torch.ops._c10d_functional.all_to_all_single.default],
+    "everything": lambda *_, **__: CheckpointPolicy.MUST_SAVE,
+}
 
 
 def experts_step(experts, x, scores, ids, dout, recompute="once"):
@@ -171,7 +172,9 @@ def experts_step(experts, x, scores, ids, dout, recompute="once"):
     if recompute == "compiled":
         run = torch.compile(experts, backend="aot_eager", fullgraph=True)
     if recompute != "once":
-        kept = {"context_fn": KEEPS_ROWS} if recompute == "selective" else {}
+        kept = {}
+        if recompute in CONTEXTS:
+            kept["context_fn"] = partial(create_selective_checkpoint_contexts, CONTEXTS[recompute])
         run = partial(checkpoint, run, use_reentrant=False, **kept)
     out, counts = run(x, scores, ids)
     out.backward(dout)
@@ -666,6 +669,22 @@ def test_selective_checkpointing_keeps_received_rows(workers, cpu, options):
         assert kept_count == count < again
 
 
+DROPS = {"static": True, "capacity": 700, "overflow": "drop"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    (*(EXCHANGES | SYMMETRIC).values(), DROPS, {**shared_memory, **DROPS}),
+    ids=(*(EXCHANGES | SYMMETRIC), "static, drop", "symmetric, static, drop"),
+)
+def test_selective_checkpointing_that_keeps_everything(workers, cpu, options):
+    """No result of an operator is written afterwards, and writes to shared memory are none of its results."""
+    ids = cases.make_ids("random", T, K, E)
+    once, kept = (workers(parallel_experts, ids, options, EVEN, how) for how in ("once", "everything"))
+    for expected, found in zip(once, kept, strict=True):
+        assert_same_bits(found, expected)
+
+
 @pytest.mark.parametrize("num_ranks", (1, 3, 8))
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64), ids=str)
 def test_distinct_ranks(num_ranks, dtype):
@@ -676,7 +695,7 @@ def test_distinct_ranks(num_ranks, dtype):
     for row, token in zip(found.tolist(), ranks.tolist(), strict=True):
         assert [r for r in row if r >= 0] == sorted({r for r in token if 0 <= r < num_ranks})
     names = [name.removeprefix("aten::") for name, *_ in calls.calls if "slice" not in name]
-    assert [n for n in names if n != "_to_copy"] == ["clamp", "remainder.Scalar", "new_full", "scatter_.src"]
+    assert [n for n in names if n != "_to_copy"] == ["clamp", "remainder.Scalar", "new_full", "scatter.src"]
 
 
 # --- fully_shard --------------------------------------------------------------------------------------
