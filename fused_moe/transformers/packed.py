@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -32,6 +32,8 @@ from .experts import settings_of
 from .weights import NAMES, PARTS, add_hook, experts_of, first_name
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from .weights import ExpertsModule
 
 _Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]  # {suffix: (shape, dtype)} of a weight's parameters
@@ -188,9 +190,10 @@ def _check_split(module_name: str, experts: ExpertsModule) -> None:
                     fail(ValueError, "from_pretrained", what, found)
 
 
-def _splits(tensor: Tensor) -> list[tuple[int, int]]:
+def _splits(tensor: DTensor) -> list[tuple[int, int]]:
     """(dimension, number of ranks) of what is split within experts."""
-    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    placements: Any = tensor.placements
+    sizes = zip(placements, tensor.device_mesh.shape, strict=True)
     return [(x.dim, n) for x, n in sizes if not x.is_replicate() and x.dim > 0]
 
 
