@@ -175,8 +175,8 @@ def _total_norm(held: list, grads: list, shards: list, norm_type: float, foreach
             names = tuple(group.group_name for group in found)
             wire = torch.device(mesh.device_type)
         kinds.setdefault(names, []).append(shard)
-    # The largest first: ranks with other parameters meet in its collective, and find out by the check. Those
-    # of one size by name, whatever the order of parameters.
+    # The largest first: ranks with other parameters meet in its collective, and find out by the check. Groups
+    # of one size are sorted by name, since ranks may have their parameters in another order.
     order = sorted(kinds, key=lambda names: (-math.prod(groups[name].size() for name in names), names))
     check = zlib.crc32(repr([_described(p) for p in held]).encode())
     norms = []
@@ -209,8 +209,8 @@ def _norm_of(shards: list, norm_type: float, foreach: bool | None, device: torch
 def _norm_over(
     groups: list[dist.ProcessGroup], norm: Tensor, parameters: tuple[int, int], norm_type: float
 ) -> Tensor:
-    """The norm of the norms of the groups' ranks, which compare a checksum of their parameters and how many
-    these are."""
+    """The norm over all ranks of the groups. `parameters` is a checksum of this rank's, and their number.
+    Ranks exchange both, and raise if the checksums differ."""
     check, count = parameters
     expected = f"the same {count} parameters in the same order on all ranks"
     own = torch.stack([norm, *(torch.full_like(norm, value) for value in parameters)])
@@ -219,7 +219,7 @@ def _norm_over(
         found = own.new_empty(group.size(), 3)
         try:
             dist.all_gather(list(found), own, group=group)
-        except RuntimeError as error:  # of a CPU
+        except RuntimeError as error:  # on a CPU
             raise RuntimeError(f"{FN}: expected {expected}, found {error}") from error
         if not found.is_cuda and differs is None:
             for rank, (_, other, number) in zip(
@@ -227,7 +227,8 @@ def _norm_over(
             ):
                 if other != check:
                     differs = f"{int(number)} of rank {rank}" if other >= 0 else f"others, says rank {rank}"
-        # Ranks that differ go on to the next groups, which would wait for them, and tell those by -1.
+        # A rank that found a difference still joins the next groups, which would wait for it, and tells
+        # them by -1.
         same = (found[:, 1] == own[1]).all()
         total = torch.linalg.vector_norm(found[:, 0], norm_type)
         own = torch.stack((total, own[1].where(same, -1.0), own[2]))

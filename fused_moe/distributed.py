@@ -497,8 +497,8 @@ def _begin(module: nn.Module, args: tuple) -> None:
 
 
 def _end(module: nn.Module, args: tuple, out: object) -> None:
-    """A hook after them, whose `out` is None if they have failed. Then the other ranks, which wait for this
-    one in the call's first collective, are told."""
+    """A hook after them. `out` is None if they raised. Then this rank tells the others, which wait for it in
+    the call's first collective."""
     if out is None and not torch.compiler.is_compiling():
         experts, stops = _experts_of(module), isinstance(sys.exc_info()[1], _StopRecomputationError)
         if not experts.has_met and not stops:  # checkpointing stops where it has recomputed enough

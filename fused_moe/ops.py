@@ -294,7 +294,7 @@ def _autograd_rule(schema: Schema, backward, setup_context, keeps: str = ""):
         output = _below_autograd(op, keyset, args)
         if setup_context is not None:
             setup_context(ctx, named(*args), output)
-        return tuple(output) if isinstance(output, list) else output  # autograd looks into no list
+        return tuple(output) if isinstance(output, list) else output  # autograd does not look into lists
 
     def by_position(ctx, *grads):
         result = [None] * len(ctx.needs_input_grad)
@@ -354,8 +354,9 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 def undifferentiable(what: str, results: tuple, *inputs: Tensor | None) -> tuple:
-    """The results of a backward pass. Where it is recorded itself, their derivatives by what led to the
-    inputs raise: autograd does not see what a backward pass reads beside them."""
+    """The results of a backward pass, which depend on the inputs. If the pass itself is recorded
+    (create_graph), differentiating the results raises: terms would be missing, since autograd does not see
+    all that the pass reads."""
     if not torch.is_grad_enabled():
         return results
     return _Undifferentiable.apply(what, len(results), *results, *inputs)
@@ -727,7 +728,7 @@ def _grouped_mm_fake(args):
 
 
 def _grouped_mm_setup(ctx, args, output):
-    ctx.given = getattr(args.b, "fused_moe_shape", None)  # of b that is padded
+    ctx.given = getattr(args.b, "fused_moe_shape", None)  # b's shape without padding
     ctx.save_for_backward(args.a, *widths.saved(ctx, args.b), args.offsets)
 
 
@@ -1236,7 +1237,7 @@ def _fp8_up_fake(args):
 
 def _fp8_up_setup(ctx, args, output):
     ctx.layout, ctx.has_codes_t = args.layout, len(args.quantized) == 4
-    ctx.mark_non_differentiable(*output[3:])  # not h: a recorded backward of fp8_down reaches x by it
+    ctx.mark_non_differentiable(*output[3:])  # not h, through which a recorded backward of fp8_down reaches x
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(args.x, *(args.quantized[2:] or (args.w1, args.w3)), *args.plan)
 
@@ -1261,7 +1262,7 @@ def _fp8_down_setup(ctx, args, output):
     ctx.settings = (args.layout, args.activation, args.constants, args.wgrad)
     ctx.main_grad, ctx.has_codes_t = args.main_grad2, len(args.quantized) == 4
     saved = (args.h, args.x_scale, args.w2, args.scores, *(args.quantized[2:] or (None, None)))
-    saved = (args.link_t_scale, *saved)  # one element, by which a recorded backward reaches w1 and w3
+    saved = (args.link_t_scale, *saved)  # one element, through which a recorded backward reaches w1 and w3
     ctx.save_for_backward(*saved, *_saved_shared(ctx, args), *args.plan)
 
 

@@ -170,9 +170,9 @@ class _Routed(torch.autograd.Function):
         return dx, dw1, dw3, dw2, dgate, dgate_bias, dscale, *of_experts, *of_shared, None
 
 
-# Backward is one operator where h is no larger, since the host may take longer than the GPU there. On an H200
-# that saves up to 12% of a step with 16 MiB, and little with 32 MiB or more. A larger h is freed between the
-# backward operators of both sides.
+# With an h of at most this size backward is one operator, since the host may take longer than the GPU. On an
+# H200 that saves up to 12% of a step with 16 MiB, and little with 32 MiB or more. A larger h is freed between
+# the backward operators of both sides.
 MOST_BYTES = 32 << 20
 _BACKWARD = ops.experts_backward.default
 # Function.apply itself takes more time: it looks for what torch.func needs.

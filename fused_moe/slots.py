@@ -65,8 +65,8 @@ class Dispatch(torch.autograd.Function):
 
 class Combine(torch.autograd.Function):
     """y (R, D) of received slots, scores (T, K) of this rank's tokens and those of the received ones -> out
-    (T, D), and an empty tensor, by which a recorded backward reaches this node's inputs. The last arguments
-    are those of `Dispatch`."""
+    (T, D), and an empty tensor, through which a recorded backward reaches this node's inputs. The last
+    arguments are those of `Dispatch`."""
 
     @staticmethod
     def forward(

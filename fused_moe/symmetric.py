@@ -40,8 +40,8 @@ WHAT = "symmetric exchange"
 
 
 def outside_of_modes():
-    """No dispatch mode sees what is called. A selective checkpoint, which is one, would take a view of shared
-    memory, a write to it or a barrier from its cache."""
+    """Hides calls from dispatch modes. A selective checkpoint is such a mode: instead of making a view of
+    shared memory, a write to it or a barrier again, it would return the cached result."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
@@ -66,8 +66,8 @@ class Memory:
         self.ranks = [self._handle.get_buffer(n, (num_bytes,), torch.uint8) for n in range(group.size())]
 
     def barrier(self) -> None:
-        """What any rank wrote before it, all can read after it. On GPUs the streams wait, not the hosts. If a
-        rank does not come, it fails after the group's timeout."""
+        """What any rank wrote before it, all can read after it. On GPUs the streams wait, not the hosts. It
+        fails after the group's timeout, if a rank does not come."""
         if self._handle is not None:
             self._handle.barrier(timeout_ms=self._timeout_ms)
             return
@@ -177,7 +177,7 @@ class Peers:
         checks.fail(TypeError, FN, "to save a state dict", "a layer with symmetric=True")
 
     def check(self, x: Tensor, scores: Tensor, ids: Tensor) -> None:
-        """Raises where a call's tensors do not fit."""
+        """Raises if a call's tensors do not fit."""
         checks.check_tensor(FN, "x", x, 2, checks.FLOATING)
         checks.check_device(FN, "x", x, "the layer", self.received)
         if x.size(0) > self.max_tokens:

@@ -265,8 +265,8 @@ class _Once(torch.autograd.Function):
 
 
 def _check_shape(x: object, mesh: DeviceMesh) -> None:
-    """Checks that ranks have x of one shape, where the host need not wait for a device, nor a graph break. A
-    rank with something else takes part, too, or the others would wait for it."""
+    """Checks that all ranks have x of one shape, unless the host would wait for a device or a graph would
+    break. A rank whose x is no tensor takes part, too: the others would wait for it."""
     is_other = isinstance(x, Tensor) and type(x) not in (*PLAIN, DTensor)
     if is_other or mesh.device_type != "cpu" or torch.compiler.is_compiling():
         return

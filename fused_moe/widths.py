@@ -3,8 +3,9 @@
 TMA reads rows whose pitch and address are multiples of 16 bytes, and the tensor-core tiles of older GPUs load
 16 bytes at a time. A call of other 16-bit weights is computed with copies of them, with zeros in up to seven
 columns more of D and F. An activation of 0 is 0, so what is added adds zeros to every sum, of finite x.
-An infinite x times the zeros in w1 is NaN, which makes the token's row NaN where it may have been infinite or
-finite. No other value in w1 would help, and to clear the columns before w2 would take a kernel of its own.
+An infinite x times the zeros in w1 is NaN, so the token's row is NaN, even where it would be finite or
+infinite without padding. No other value in w1 would help, and clearing the columns before w2 would take
+another kernel.
 Whether a call is such a one depends on dtypes, widths and strides, never on the number of tokens, so a token
 keeps its bits in every batch.
 
@@ -139,7 +140,7 @@ def narrowed(y: Tensor, width: int) -> Tensor:
 
 
 def with_shape(t: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """t, which remembers its shape without padding, for FLOPs."""
+    """t, with its shape without padding as an attribute, by which FLOPs are counted."""
     if not torch.compiler.is_compiling() and t.shape != shape:
         t.fused_moe_shape = shape  # type: ignore[attr-defined]
     return t

@@ -29,7 +29,7 @@ using Ints = std::vector<int64_t>;
 /* --- running: workspace.cpp ----------------------------------------------------------------------------- */
 
 /* One call of an operator, on x's device, which it makes current, and on that device's current stream. It
- * begins when all arguments of the operator are checked: no error about one comes after a launch. */
+ * begins after all arguments are checked, so that no launch precedes an error about an argument. */
 struct Call {
     const char *op;
     bool is_cuda;
@@ -212,7 +212,7 @@ RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const Te
 /* --- parts of operators --------------------------------------------------------------------------------- */
 
 /* route.cpp */
-/* A router's GEMM that has not run: operands are checked, memory is allocated. p points into the tensors. */
+/* A router's GEMM before it runs: operands are checked, memory is allocated. p points into the tensors. */
 struct PreparedLogits {
     FusedMoeRouterLogits p;
     Tensor x, weight, logits;
@@ -247,7 +247,8 @@ PreparedRoute prepare_route(const Tensor &logits, const OptTensor &bias, const R
                             const OptTensor &expert_scale);
 void run_route(const Call &call, const FusedMoeRoute &p);
 
-/* The gradient of a choice's logits, all operands checked but dscores, which a kernel may have to make. */
+/* The gradient of the router's logits before it runs. All operands are checked but dscores, which an earlier
+ * kernel of the same call may write. */
 struct PreparedRouteBackward {
     FusedMoeRouteBackward p;
     Tensor logits, ids;

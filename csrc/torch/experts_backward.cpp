@@ -45,7 +45,7 @@ struct UpNeeds {
     bool dx, dw1, dw3, db1, db3, dscores;
 };
 
-/* What the backward of the up side reads, checked, but dh: a kernel may have to make that. */
+/* The up side's operands of backward, checked; without dh, which an earlier kernel of the call may write. */
 struct UpBackward {
     const Tensor &w1;
     const OptTensor &w3;
@@ -88,7 +88,7 @@ static UpBackward up_backward_of(const char *op, const Tensor &x_, const Tensor 
 }
 
 /* A weight's gradient is added to its main_grad where there is one; dw1 and dw3 are then absent. The
- * router's gradient of x, dlogits gate, is added to dx. dh, dlogits and gate are operands like x. */
+ * router's gradient of x, dlogits gate, is added to dx. dh, dlogits and gate are checked, as x is. */
 static NeededUpGrads run_up_backward(const Call &call, const UpBackward &up, const Tensor &dh,
                                      const OptTensor &dlogits, const OptTensor &gate) {
     const auto &[w1, w3, x, scores, map, s, weights, needs, main_grad1, main_grad3] = up;
@@ -231,7 +231,7 @@ struct DownNeeds {
     bool dh, dw2, db2, dscores;
 };
 
-/* What the backward of the down side reads, checked. */
+/* The down side's operands of backward, checked. */
 struct DownBackward {
     const Tensor &w2;
     DownDgrad d;
@@ -251,7 +251,8 @@ static DownBackward down_backward_of(const char *op, const Tensor &dout, const T
     return down;
 }
 
-/* dw2 is added to main_grad2 where there is one; it is then absent. Copies of operands end with the call. */
+/* dw2 is added to main_grad2 where there is one; it is then absent. `down` is passed by value, so copies of
+ * operands are freed at the end. */
 static NeededDownGrads run_down_backward(const Call &call, DownBackward down) {
     auto &[w2, d, needs, main_grad2] = down;
     const FusedMoeRowMap &map = d.map.p;

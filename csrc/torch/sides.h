@@ -72,7 +72,7 @@ Tensor out_of(const char *op, const OptTensor &given, const Tensor &x, int64_t D
 
 /* --- the experts without gradients ---------------------------------------------------------------------- */
 
-/* The experts of each token: as they are given, or a router's choice, whose logits and route have not run. */
+/* The experts of each token: given, or chosen by a router whose GEMM and route have not run yet. */
 struct ChosenExperts {
     Tensor scores, ids;
     std::optional<PreparedLogits> logits;

@@ -98,8 +98,8 @@ def method_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def one_group_size(method: Mapping[str, Any], sizes: Mapping[str, int]) -> int | None:
-    """The columns per scale of all modules, which compressed-tensors has once for all of them; None without
-    modules. `sizes` are those of each."""
+    """The columns per scale, of which compressed-tensors stores one number for all modules; None without
+    modules. `sizes` has each module's. Raises if they differ."""
     if not sizes:
         return None
     counts = Counter(sizes.values())
