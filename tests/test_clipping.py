@@ -330,7 +330,7 @@ def test_a_rank_without_one_mesh(workers):
 
 
 def two_meshes(rank, device):
-    """Each of all ranks: they enter both in the same order, whatever the parameters' order."""
+    """Each mesh has all ranks. They enter both collectives in one order, whatever the order of parameters."""
     meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]
     shards = [distribute_tensor(torch.zeros(4 + i), mesh, [Shard(0)]) for i, mesh in enumerate(meshes)]
     parameters = fill([nn.Parameter(t) for t in shards])

@@ -678,7 +678,7 @@ DROPS = {"static": True, "capacity": 700, "overflow": "drop"}
     ids=(*(EXCHANGES | SYMMETRIC), "static, drop", "symmetric, static, drop"),
 )
 def test_selective_checkpointing_that_keeps_everything(workers, cpu, options):
-    """No result of an operator is written afterwards, and writes to shared memory are none of its results."""
+    """So no later call may write to an operator's result, and writes to shared memory must be made again."""
     ids = cases.make_ids("random", T, K, E)
     once, kept = (workers(parallel_experts, ids, options, EVEN, how) for how in ("once", "everything"))
     for expected, found in zip(once, kept, strict=True):
@@ -2106,7 +2106,7 @@ def broken_calls(rank, device, options):
 
 @every_exchange
 def test_a_call_that_fails_on_one_rank_raises_on_all(workers, cpu, options):
-    """Without it rank 0 would wait for a rank that does not come."""
+    """Otherwise rank 0 would wait for a rank that does not come."""
     first, second = workers(broken_calls, options)
     for kind, error in second.items():
         own = "ValueError: FusedMoE: expected x" if kind in ("x", "checkpoint") else "Broken: "

@@ -124,13 +124,13 @@ def test_examples_run(cpu, module):
     assert runner.tries or module in ("fused_moe.sglang", "fused_moe.vllm")
 
 
-# A call that a signature refuses, or a result of another type than its name has. Other errors only say that a
-# module's attribute may be any module, or that a result may be None.
+# A call that does not fit a signature, or a result that does not fit its variable. Other errors only say that
+# a module's attribute may be any module, or that a result may be None.
 REFUSED = re.compile(r'\[(assignment|call-arg|call-overload)\]$|Argument .* to "(?!equal").*\[arg-type\]$')
 
 
 def test_examples_fit_the_annotations(cpu, tmp_path):
-    """mypy takes each call of our functions in the examples that run, and finds one that is wrong."""
+    """mypy accepts each call of our functions in the examples that run, and reports a wrong one."""
     pytest.importorskip("mypy")
     lines = ["import torch, fused_moe"]
     for module in PUBLIC:

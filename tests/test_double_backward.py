@@ -22,8 +22,8 @@ def workers(cpu, tmp_path_factory):
 
 
 def found_without_error(fn, leaves: dict) -> dict:
-    """{(a, b): what autograd gives} where the gradient of a, of a linear function of fn(), is differentiated
-    by b without an error. A loss that is not linear would reach every input by the gradient of the output."""
+    """{(a, b): the derivative by b of the gradient of a}, where autograd raises no error. The loss is linear
+    in fn(): otherwise the gradient of the output would depend on every input."""
     found = {}
     for a, leaf in leaves.items():
         (grad,) = torch.autograd.grad((fn() / 3).sum(), leaf, create_graph=True)

@@ -187,7 +187,7 @@ def run_rank(rank: int, folder) -> None:
     dist.destroy_process_group()
 
 
-# Widths of experts, and of parts whose scales two ranks can split.
+# format: (width of experts whose scales two ranks cannot split, one whose scales they can)
 QUANTISED = {"fp8_block": (128, 256), "int4": (96, 128), "int4, zero points": (96, 128)}
 
 
@@ -260,8 +260,8 @@ def test_expert_parallelism(cpu, tmp_path, monkeypatch):
 
 
 def test_quantised_experts(cpu, tmp_path, monkeypatch):
-    """FSDP2 raises for codes of FP8 that require gradients. A rank that raises for its part of the scales
-    would leave the other one waiting."""
+    """They are frozen, since FSDP2 takes no FP8 parameters that require gradients. If scales cannot be split,
+    both ranks raise: otherwise one would wait for the other."""
     fused_moe.transformers.register(compute="codes")
     kinds = [kind for kind in QUANTISED if kind == "fp8_block" or find_spec("compressed_tensors")]
     names = [(kind, width) for kind in kinds for width in QUANTISED[kind]]

@@ -291,7 +291,7 @@ def test_weights_stay_packed(device, tmp_path, kind):
 
 
 def test_codes_of_fp8_are_frozen(cpu, tmp_path):
-    """Those of experts and of dense layers: FSDP2 wants one dtype of what is trainable in a layer."""
+    """In experts and in dense layers: FSDP2 wants one dtype for all trainable parameters of a layer."""
     write_checkpoint("fp8_block", tmp_path)
     unquantized = ["lm_head", "model.embed_tokens", "model.layers.*.mlp.gate"]
     with_quantization(tmp_path, {"quant_method": "fp8", "modules_to_not_convert": unquantized})

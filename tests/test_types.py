@@ -10,7 +10,7 @@ from test_docstrings import PACKAGE, PUBLIC
 from test_interface import public_methods
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
-# Files that import a package that may not be there.
+# Files that import a package that may be missing.
 ADAPTERS = ["axolotl.py", "checkpoint/torchtitan.py"]
 ADAPTERS += [
     str(path.relative_to(PACKAGE))

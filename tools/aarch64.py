@@ -38,7 +38,8 @@ def environment(setup: dict) -> dict[str, str]:
     found = COMPILERS | {"PYTHONPATH": str(torch), "_PYTHON_HOST_PLATFORM": "linux-aarch64"}
     nvcc, release = setup["find_nvcc"]()
     if nvcc:
-        # For another machine nvcc looks for headers in a folder that PyPI's toolkit lacks. They are the same.
+        # For another machine nvcc looks for headers in a folder that PyPI's toolkit lacks. x86-64's are the
+        # same.
         dryrun = [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull]
         output = subprocess.check_output(dryrun, stderr=subprocess.STDOUT, text=True)
         include = f"{re.search(r'TOP=(.*)', output)[1]}/include"

@@ -44,7 +44,7 @@ def missing_libraries(libraries: list[Path]) -> dict[str, dict[str, set[str]]]:
             owner |= dict.fromkeys(re.findall(r"Name: (\S+)", versions), soname)
         undefined |= set(re.findall(r"^ +U (\S+)$", output_of("nm", "-D", "--undefined-only", path), re.M))
         defined |= set(re.findall(r"^\S+ \w ([^\s@]+)", output_of("nm", "-D", "--defined-only", path), re.M))
-    # With its dependencies, such as libc. On aarch64 PyTorch wants some of their symbols without a version.
+    # Finds the symbols of libstdc++ and libc, too. On aarch64 PyTorch wants some of them without a version.
     system = ctypes.CDLL("libstdc++.so.6")
     anywhere = next(iter(wanted))  # where symbols without a version are: the loader does not mind
     for symbol in undefined:

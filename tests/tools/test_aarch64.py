@@ -87,7 +87,7 @@ def test_the_cpu_kernels_compile(cpu, build, source, tmp_path):
 
 @needs_compiler
 def test_a_library_is_linked_for_the_oldest_glibc(cpu, tmp_path):
-    """pthread_key_create has moved into libc.so.6, in a version of its own."""
+    """pthread_key_create has moved into libc.so.6, where it has a newer version."""
     code = "#include <pthread.h>\nint made(pthread_key_t *key) { return pthread_key_create(key, 0); }\n"
     (tmp_path / "made.c").write_text(code)
     program = [sys.executable, ROOT / "tools" / "older_glibc.py", tmp_path / "stand_ins", CC]

@@ -57,8 +57,8 @@ def test_the_wheel_is_checked_by_functions_of_ci():
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_forks_run_on_hosted_machines(workflow):
-    """A job that a pull request may start gets the variable RUNNER's machine for branches of the repository
-    alone."""
+    """A job that a pull request may start runs on the variable RUNNER's machine only for branches of the
+    repository."""
     text = workflow.read_text()
     assert "pull_request_target" not in text and "workflow_run" not in text
     jobs = re.split(r"^  (?=[\w-]+:$)", text.partition("\njobs:\n")[2], flags=re.M)[1:]
