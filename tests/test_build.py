@@ -364,11 +364,11 @@ def test_the_backend_asks_for_torch_where_there_is_none(build, capsys, hook, mon
     Path("setup.py").write_text(compilers + "def find_torch(): raise SystemExit('no torch')")
     torch = "torch>=" + ".".join(map(str, build.ABI_TARGET))
     assert getattr(backend, hook)() == ["another", torch]
-    assert "2.6 GB" in Path("terminal").read_text() and "--no-build-isolation" in Path("terminal").read_text()
+    assert "2.7 GB" in Path("terminal").read_text() and "--no-build-isolation" in Path("terminal").read_text()
     # Without a terminal, into pip's log.
     monkeypatch.setattr(backend, "TERMINAL", str(tmp_path / "no such folder" / "terminal"))
     assert getattr(backend, hook)() == ["another", torch]
-    assert "2.6 GB" in capsys.readouterr().err
+    assert "2.7 GB" in capsys.readouterr().err
 
 
 def test_a_machine_without_compilers_is_told_before_torch_is_fetched(build, monkeypatch):

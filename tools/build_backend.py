@@ -19,7 +19,7 @@ except ImportError:  # as in a new environment of Python 3.12
 
 TERMINAL = "/dev/tty"
 DOWNLOAD = """fused_moe is compiled against PyTorch, and none was found: one is fetched for the compilation.
-PyPI's is the CUDA build, 2.6 GB with its libraries. To choose another, first install it, setuptools and
+PyPI's is the CUDA build, 2.7 GB with its libraries. To choose another, first install it, setuptools and
 ninja, then pip install --no-build-isolation.
 """
 COMPILING = """
