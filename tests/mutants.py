@@ -285,7 +285,7 @@ CPU = listed({
     ("adapters pass under expert parallelism", 'getattr(experts, "_is_expert_parallel", False)', "False")],
   ("fused_moe/transformers/experts.py", "tests/test_transformers_eight_bit.py"): [
     ("8-bit products are given max_rows",
-     'if is_quantized and not (compute == "codes" and', "if not (True or")],
+     'if is_quantized and not (compute_of_call == "codes" and', "if not (True or")],
   ("fused_moe/transformers/parallel.py", "tests/test_transformers_parallel.py"): [
     ("experts of others pass", "if reason := _why_not_ours(experts):", "if False:"),
     ("experts with a forward of their own pass",
