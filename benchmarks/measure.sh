@@ -51,9 +51,6 @@ on_gpu() {
         program quantised bench_decode --shape "$s" --tokens 1,8,32,64,128,512,2048 --format fp8_block,int8,int4,mxfp4 \
             --peers marlin,humming
     done
-    for s in ${SHAPES:-qwen3-30b mixtral-8x7b}; do
-        program quantised bench_quantised --backward --shape "$s" --tokens 128,1024,2048 --format fp8_block,mxfp4
-    done
     for s in $shapes; do program eight_bits bench_eight_bits --shape "$s"; done
     for s in $experts; do
         program eight_bits bench_decode --shape "$s" --tokens 1,8,32,128 --format fp8_block --compute codes,fp8

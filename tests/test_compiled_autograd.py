@@ -103,9 +103,9 @@ def test_an_output_that_is_not_used(device):
         assert not found[name].any() if grad is None else torch.equal(grad, found[name]), name
 
 
-def test_setting_of_dynamo(device, monkeypatch):
+@torch._dynamo.config.patch(compiled_autograd=True)
+def test_setting_of_dynamo(device):
     """torch.compile of a training step whose layer stays eager."""
-    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)
     layer = make("one node", device)
     x = torch.randn(24, layer.dim, device=device)
     expected = step(layer, x)
