@@ -163,6 +163,7 @@ def _total_norm(held: list, grads: list, shards: list, norm_type: float, foreach
     # alone, not on which have gradients here, so all ranks enter the same collectives.
     kinds: dict[tuple, list[Tensor | None]] = {}
     groups: dict[str, dist.ProcessGroup] = {}
+    ranks: dict[tuple, list] = {(): []}  # of a kind, in the shape of the mesh's dimensions
     device = next((s.device for s in shards if s is not None), held[0].device)
     wire = device
     for p, grad, shard in zip(held, grads, shards, strict=True):
@@ -170,14 +171,24 @@ def _total_norm(held: list, grads: list, shards: list, norm_type: float, foreach
         names: tuple[str, ...] = ()
         if is_sharded(owner) and owner.device_mesh.get_coordinate() is not None:
             mesh = owner.device_mesh
-            found = [mesh.get_group(i) for i, x in enumerate(owner.placements) if not x.is_replicate()]
+            dims = [i for i, x in enumerate(owner.placements) if not x.is_replicate()]
+            found = [mesh.get_group(i) for i in dims]
             groups |= {group.group_name: group for group in found}
             names = tuple(group.group_name for group in found)
+            if names not in ranks:
+                coordinates = enumerate(mesh.get_coordinate())
+                ranks[names] = mesh.mesh[[slice(None) if i in dims else n for i, n in coordinates]].tolist()
             wire = torch.device(mesh.device_type)
         kinds.setdefault(names, []).append(shard)
-    # The largest first: ranks with other parameters meet in its collective, and find out by the check. Groups
-    # of one size are sorted by name, since ranks may have their parameters in another order.
-    order = sorted(kinds, key=lambda names: (-math.prod(groups[name].size() for name in names), names))
+    # The largest first: ranks with other parameters meet in its collective, and find out by the check. Those
+    # of one size by their ranks, whatever the order of parameters. Names decide only of one group: those of
+    # several differ between ranks, which would enter two kinds in two orders.
+
+    def place(names: tuple[str, ...]) -> tuple:
+        size = math.prod(groups[name].size() for name in names)
+        return -size, len(names), str(ranks[names]), names if len(names) == 1 else ()
+
+    order = sorted(kinds, key=place)
     check = zlib.crc32(repr([_described(p) for p in held]).encode())
     norms = []
     for names in order:

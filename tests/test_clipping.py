@@ -343,6 +343,20 @@ def test_two_meshes_of_the_same_ranks(workers):
     assert len({float(norm) for norm in workers(two_meshes)}) == 1
 
 
+def two_grids(rank, device):
+    """Groups are numbered across a power of ten: by names, ranks would not agree which grid is first."""
+    torch.distributed.distributed_c10d._world.group_count = 995
+    grids = [DeviceMesh("cpu", ranks) for ranks in ([[0, 1], [2, 3]], [[0, 3], [1, 2]])]
+    shards = [distribute_tensor(torch.zeros(4, 4), grid, [Shard(0), Shard(1)]) for grid in grids]
+    return clip_grad_norm_(fill([nn.Parameter(t) for t in shards]), MAX_NORM)
+
+
+def test_two_grids_of_the_same_ranks(workers):
+    expected = nn.utils.clip_grad_norm_(fill([nn.Parameter(torch.zeros(4, 4)) for _ in range(2)]), MAX_NORM)
+    for norm in workers(two_grids):
+        torch.testing.assert_close(norm, expected)
+
+
 def late(mesh):
     """Where a rank does not come, the others' collective fails after its group's timeout."""
     parameters = fill(new_parameters([torch.float32], mesh))
