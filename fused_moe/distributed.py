@@ -205,8 +205,8 @@ class ExpertParallel(ParallelStyle):
         vars(experts).update(self._settings)
         experts.peers, experts.has_met = None, False
         for part in {module, experts}:
-            part.register_forward_pre_hook(_begin, prepend=True)
-            part.register_forward_hook(_end, always_call=True)
+            part.register_forward_pre_hook(partial(_begin, experts), prepend=True)
+            part.register_forward_hook(partial(_end, experts), always_call=True)
         if self.symmetric and isinstance(module, FusedMoE):  # else the first call tells K
             cast(ParallelExperts, experts).open_memory(module.top_k)
         experts.dropped_rows = torch.zeros((), dtype=torch.int64, device=experts.w1.device)
@@ -490,23 +490,19 @@ class ParallelExperts(Counting, Experts):
         return f"{super().extra_repr()}, over {self.mesh.size()} ranks, {how}"
 
 
-def _begin(module: nn.Module, args: tuple) -> None:
-    """A hook before a layer and its experts."""
+def _begin(experts: ParallelExperts, module: nn.Module, args: tuple) -> None:
+    """A hook before a layer and its experts, which a wrapper may have in their place."""
     if not torch.compiler.is_compiling():
-        _experts_of(module).has_met = False
+        experts.has_met = False
 
 
-def _end(module: nn.Module, args: tuple, out: object) -> None:
+def _end(experts: ParallelExperts, module: nn.Module, args: tuple, out: object) -> None:
     """A hook after them. `out` is None if they raised. Then this rank tells the others, which wait for it in
     the call's first collective."""
     if out is None and not torch.compiler.is_compiling():
-        experts, stops = _experts_of(module), isinstance(sys.exc_info()[1], _StopRecomputationError)
+        stops = isinstance(sys.exc_info()[1], _StopRecomputationError)
         if not experts.has_met and not stops:  # checkpointing stops where it has recomputed enough
             experts.refuse()
-
-
-def _experts_of(module: nn.Module) -> ParallelExperts:
-    return cast(ParallelExperts, module.experts if isinstance(module, FusedMoE) else module)
 
 
 def _of_ranks(counts: Tensor, num_ranks: int) -> Tensor:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.distributed.checkpoint as dcp
 from ranks import started
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -2119,6 +2120,26 @@ def test_a_call_that_fails_on_one_rank_raises_on_all(workers, cpu, options):
         else:
             says = f"expected {one} on all ranks, found a call that failed on rank 1"
             assert error == f"ValueError: ExpertParallel: {says}"
+
+
+def broken_wrapped_calls(rank, device):
+    """Rank 1 fails before and after its experts, which a wrapper has in their place, meet those of rank 0."""
+    mesh = init_device_mesh(device.type, (RANKS,))
+    layer = parallelize_module(new_layer(device), mesh, ExpertParallel())
+    experts, layer.experts = layer.experts, checkpoint_wrapper(layer.experts)
+    x = torch.ones(T, D, device=device)
+    hook = experts.register_forward_pre_hook(breaks) if rank else nullcontext()
+    with hook, pytest.raises(Broken if rank else ValueError):
+        layer(x)
+    hook = layer.shared_experts.register_forward_hook(breaks) if rank else nullcontext()
+    with hook, pytest.raises(Broken) if rank else nullcontext():
+        layer(x)
+    assert layer(x).shape == (T, D)
+
+
+def test_a_call_of_wrapped_experts_that_fails_on_one_rank(workers, cpu):
+    """The other rank is told once, or not at all."""
+    workers(broken_wrapped_calls)
 
 
 def refusals(rank, device):
