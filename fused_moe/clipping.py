@@ -169,15 +169,16 @@ def _total_norm(held: list, grads: list, shards: list, norm_type: float, foreach
     for p, grad, shard in zip(held, grads, shards, strict=True):
         owner = p if grad is None or not is_sharded(grad) else grad
         names: tuple[str, ...] = ()
-        if is_sharded(owner) and owner.device_mesh.get_coordinate() is not None:
+        own = owner.device_mesh.get_coordinate() if is_sharded(owner) else None
+        if is_sharded(owner) and own is not None:
             mesh = owner.device_mesh
             dims = [i for i, x in enumerate(owner.placements) if not x.is_replicate()]
             found = [mesh.get_group(i) for i in dims]
             groups |= {group.group_name: group for group in found}
             names = tuple(group.group_name for group in found)
             if names not in ranks:
-                coordinates = enumerate(mesh.get_coordinate())
-                ranks[names] = mesh.mesh[[slice(None) if i in dims else n for i, n in coordinates]].tolist()
+                index = (slice(None) if i in dims else n for i, n in enumerate(own))
+                ranks[names] = mesh.mesh[tuple(index)].tolist()
             wire = torch.device(mesh.device_type)
         kinds.setdefault(names, []).append(shard)
     # The largest first: ranks with other parameters meet in its collective, and find out by the check. Those

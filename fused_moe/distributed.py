@@ -204,11 +204,12 @@ class ExpertParallel(ParallelStyle):
         experts.mesh, experts.memory = device_mesh, self._memory
         vars(experts).update(self._settings)
         experts.peers, experts.has_met = None, False
+        parallel = cast(ParallelExperts, experts)
         for part in {module, experts}:
-            part.register_forward_pre_hook(partial(_begin, experts), prepend=True)
-            part.register_forward_hook(partial(_end, experts), always_call=True)
+            part.register_forward_pre_hook(partial(_begin, parallel), prepend=True)
+            part.register_forward_hook(partial(_end, parallel), always_call=True)
         if self.symmetric and isinstance(module, FusedMoE):  # else the first call tells K
-            cast(ParallelExperts, experts).open_memory(module.top_k)
+            parallel.open_memory(module.top_k)
         experts.dropped_rows = torch.zeros((), dtype=torch.int64, device=experts.w1.device)
         if isinstance(module, FusedMoE):
             prepare = partial(_sum_gradients, device_mesh)
