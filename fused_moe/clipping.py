@@ -169,8 +169,7 @@ def _total_norm(held: list, grads: list, shards: list, norm_type: float, foreach
     for p, grad, shard in zip(held, grads, shards, strict=True):
         owner = p if grad is None or not is_sharded(grad) else grad
         names: tuple[str, ...] = ()
-        own = owner.device_mesh.get_coordinate() if is_sharded(owner) else None
-        if is_sharded(owner) and own is not None:
+        if is_sharded(owner) and (own := owner.device_mesh.get_coordinate()) is not None:
             mesh = owner.device_mesh
             dims = [i for i, x in enumerate(owner.placements) if not x.is_replicate()]
             found = [mesh.get_group(i) for i in dims]
@@ -181,9 +180,10 @@ def _total_norm(held: list, grads: list, shards: list, norm_type: float, foreach
                 ranks[names] = mesh.mesh[tuple(index)].tolist()
             wire = torch.device(mesh.device_type)
         kinds.setdefault(names, []).append(shard)
-    # The largest first: ranks with other parameters meet in its collective, and find out by the check. Those
-    # of one size by their ranks, whatever the order of parameters. Names decide only of one group: those of
-    # several differ between ranks, which would enter two kinds in two orders.
+    # The largest first: ranks with other parameters meet in its collective, and find out by the check. Equal
+    # sizes are ordered by their ranks, since ranks may have their parameters in another order. Names break
+    # ties of single groups alone: the names of several groups differ between ranks, which would then wait for
+    # one another in different collectives.
 
     def place(names: tuple[str, ...]) -> tuple:
         size = math.prod(groups[name].size() for name in names)
