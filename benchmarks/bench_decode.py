@@ -284,11 +284,7 @@ def floor_of(case: Case, size: float, source: Tensor, seconds: dict, ours: float
     read = seconds["read"] / source.nbytes
     only_reads = seconds["dense"] < 2 * read * sum(b.nbytes for _, b in case.dense_gemms)
     floor = max(size * read, 0 if only_reads else seconds["dense"])
-    return {
-        "floor_us": round(floor * 1e6, 1),
-        "floor_ratio": round(floor / ours, 3),
-        "read_gb_per_s": round(source.nbytes / seconds["read"] / 1e9, 1),
-    }
+    return common.of_floor(floor, ours) | {"read_gb_per_s": round(source.nbytes / seconds["read"] / 1e9, 1)}
 
 
 def variants_of(format: str, computes: list[str], sizes: common.Sizes) -> list[bench_quantised.Variant]:

@@ -233,7 +233,7 @@ def time_case(
             measured["dense_ratio"] = round(seconds[DENSE[bits]] / taken, 3)
             if way is None or bits == 8:  # codes' own floor has bytes of 8 bits and FLOPs of 16
                 floor = case.floor(seconds, bits)
-                measured |= {"floor_us": round(floor, 1), "floor_ratio": round(floor / taken / 1e6, 3)}
+                measured |= common.of_floor(floor / 1e6, taken)
         if way is not None:
             stored = bench_quantised.storage([w for w in layers[way] if w is not None])
             measured |= way._asdict() | stored | {"error_to_float": errors[way]}

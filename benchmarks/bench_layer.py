@@ -265,7 +265,7 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
         extra |= case.settings_that_are_unusual
         if has_floor:
             floor = case.floor_us(what, seconds["dense"], seconds[floors.COPY] / copied)
-            extra |= {"floor_us": round(floor, 1), "floor_ratio": round(floor / seconds["ours"] / 1e6, 3)}
+            extra |= common.of_floor(floor / 1e6, seconds["ours"])
         extra |= {f"about_{name}": peer.about for name, peer in peers.items() if hasattr(peer, "about")}
         if saved is not None:
             extra |= {f"activation_mib_{name}": memory[name][0] for name in peers}

@@ -381,6 +381,11 @@ def record(options: argparse.Namespace, **measured) -> dict:
     return dict.fromkeys(FIELDS) | used | measured | machine(options.device)
 
 
+def of_floor(floor: float, seconds: float) -> dict[str, float]:
+    """The fields of a time beside its floor, both in seconds. A floor may be far below a microsecond."""
+    return {"floor_us": float(f"{floor * 1e6:.5g}"), "floor_ratio": round(floor / seconds, 3)}
+
+
 def read(*paths: Path) -> list[dict]:
     """The records of some files. Committed ones leave out what is None or usual: random routing, the default
     schedule, and the host of a GPU."""
