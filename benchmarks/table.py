@@ -419,8 +419,12 @@ def page_decode() -> str:
     }
     rows = []
     for shape in dict.fromkeys(r["shape"] for r in records):
-        own = {r["tokens"]: r for r in records if r["shape"] == shape}
+        own, fp16 = (
+            {r["tokens"]: r for r in records if (r["shape"], r["dtype"]) == (shape, dtype)}
+            for dtype in ("bf16", "fp16")
+        )
         rows += [[f"{shape}: {part}", *(cell(own[t]) for t in tokens)] for part, cell in parts.items()]
+        rows.append([f"{shape}: of the floor in fp16", *(parts["of the floor"](fp16[t]) for t in tokens)])
     return plain(records, name, f"experts, tokens | {' | '.join(map(str, tokens))}", rows)
 
 
