@@ -6,11 +6,11 @@ has any of its experts. With combine="slot" a forward pass of the experts is
     ranks                                       (T, N): the distinct ones of a token's experts
     sizes   -> all-to-all                       rows and slots for each rank
     scores and ids of permute(x, ranks) -> all-to-all    K of each, for each row
-    rows    = Dispatch(x)                       permute(x, ranks) -> all-to-all; a row there for each slot
+    rows    = permute(x, ranks) -> all-to-all   and a row there for each slot
     y       = fused_experts(rows, one id each)  on the E/N experts there
-    out     = Combine(y, scores)                y -> all-to-all, back; the weighted sum, in float32
+    out     = unpermute(y -> all-to-all, scores)    back; the weighted sum, in float32
 
-`fused_moe/slots.py` has Dispatch and Combine, whose backward takes the same ways. With combine="rank" it is
+With combine="rank" it is
 
     rows    = permute(x, ranks)                 one for each token and rank
     sizes, rows, scores and ids -> all-to-all
@@ -18,9 +18,10 @@ has any of its experts. With combine="slot" a forward pass of the experts is
     partial -> all-to-all                       back
     out     = unpermute(partial)                the sum in the order of ranks, in float32
 
-and backward is the same in reverse, by autograd. Source of the method: GShard (arXiv 2006.16668, 3.2), with
-exact sizes instead of its padding, as in torchtitan's AllToAllTokenDispatcher. Ids outside [0, E) have no
-expert: their slots are not sent and add zero. `fused_moe/exchange.py` has the all-to-alls, and
+and backward takes the same ways in reverse. `fused_moe/exact.py` has the nodes of autograd for exact sizes,
+`fused_moe/slots.py` those for equal ones and combine="slot". Source of the method: GShard (arXiv 2006.16668,
+3.2), with exact sizes instead of its padding, as in torchtitan's AllToAllTokenDispatcher. Ids outside [0, E)
+have no expert: their slots are not sent and add zero. `fused_moe/exchange.py` has the all-to-alls, and
 `fused_moe/symmetric.py` the same ways through memory that ranks share.
 
 Letters: T tokens of this rank, D model width, E experts in all, K experts per token, N ranks, C capacity.
@@ -29,6 +30,7 @@ Letters: T tokens of this rank, D model width, E experts in all, K experts per t
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -45,16 +47,16 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from . import checks, function
 from .counting import Counting
+from .exact import exchanged_experts
 from .exchange import (
     FN,
-    Exact,
+    Even,
+    Ranks,
     Static,
     buffer_of_row,
     check_static,
     cut,
-    distinct,
     facts_of,
-    open_exact,
     refuse,
     row_groups,
     row_of_buffer,
@@ -62,7 +64,7 @@ from .exchange import (
 from .lora import Adapters, LoRA
 from .main_grad import WithMainGrad
 from .module import Experts, FusedMoE
-from .ops import ops, route_plan, run, score_dtype
+from .ops import ops, run, score_dtype
 from .plan import Plan
 from .quantized import sharding
 from .quantized.weight import QuantizedWeight, read
@@ -233,6 +235,7 @@ class ParallelExperts(Counting, Experts):
     """
 
     counters = ("dropped_rows",)
+    adds_shared = True
     mesh: DeviceMesh
     static: bool
     capacity: int | None
@@ -260,81 +263,67 @@ class ParallelExperts(Counting, Experts):
         _shard(adapters, self.mesh)
         super().take_lora(name, adapters)
 
-    def forward(  # type: ignore[override]  # shared experts are added after it
-        self, x: Tensor, scores: Tensor, ids: Tensor
+    def forward(  # type: ignore[override]
+        self, x: Tensor, scores: Tensor, ids: Tensor, shared: Callable[[], Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Takes this rank's x (T, D), scores and ids (T, K); returns out (T, D), counts (E,) of its slots."""
+        """Takes this rank's x (T, D), scores and ids (T, K); returns out (T, D), counts (E,) of its slots.
+        What `shared` computes is added; the exchange runs meanwhile, if its sizes are exact."""
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # before the exchange
-        forward = self._forward_symmetric if self.symmetric else self._forward_by_all_to_all
-        out, counts = forward(x, scores, ids)
+        if self.symmetric:
+            out, counts = self._forward_symmetric(x, scores, ids)
+        else:
+            checks.check_input(FN, "x", x, 2)
+            checks.check_ids(FN, ids, x)
+            checks.check_scores(FN, scores, ids)
+            slots, scores = function.route_plan(ids, self.num_experts), scores.to(score_dtype(x))
+            counts = slots.counts
+            if not self.static:
+                self.meet()
+                call = (x, scores, ids, slots, self._prepare_experts, shared)
+                out, shared = exchanged_experts(self._ranks, *call, bounds=not self._is_quantised), None
+            else:
+                forward = self._forward_by_rank if self.combine == "rank" else self._forward_by_slot
+                out = forward(x, scores, ids, slots)
         checks.check_one_gradient(FN, out)
-        return out, counts
-
-    def _forward_by_all_to_all(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        checks.check_input(FN, "x", x, 2)
-        checks.check_ids(FN, ids, x)
-        checks.check_scores(FN, scores, ids)
-        slots = function.route_plan(ids, self.num_experts)
-        forward = self._forward_by_rank if self.combine == "rank" else self._forward_by_slot
-        return forward(x, scores.to(score_dtype(x)), ids, slots), slots.counts
+        return (out if shared is None else out + shared()), counts
 
     def _forward_by_slot(self, x: Tensor, scores: Tensor, ids: Tensor, slots: Plan) -> Tensor:
         """A row comes back for each slot, and the token's rank adds them, weighted."""
-        (T, K), N, E = ids.shape, self.mesh.size(), self.num_experts
-        token_of_buffer = slot_of_buffer = buffer_of_slot = None
-        if self.static:
-            capacity = self.capacity or T * min(K, E // N)
-            tokens = back = Exact(self.mesh.get_group(), None, None)
-            num_buffers, num_received = min(T, capacity), N * min(capacity, K * min(T, capacity))
-            self._check_static(x, ids, _of_ranks(slots.counts, N), capacity, num_buffers)
-            buffer_of_slot = buffer_of_row(slots, N, capacity)
-            if self.overflow == "drop":
-                ids = torch.where(buffer_of_slot[slots.token_row] < 0, -1, ids)
-            sent = self._plan_of_ranks(ids)
-            assert sent.row_token is not None
-            token_of_row = F.pad(sent.row_token, (0, 1), value=-1)
-            token_of_buffer = token_of_row[row_of_buffer(sent, N, num_buffers)]
-        else:
-            sent = self._plan_of_ranks(ids)
-            tokens, back = self._open_exact(x, ids, sent, slots)
-            assert tokens.send_splits and back.send_splits and back.receive_splits
-            sent, slots = cut(sent, sum(tokens.send_splits)), cut(slots, sum(back.send_splits))
-            num_received = sum(back.receive_splits)
-        received_scores, received = self._receive_choice(scores, ids, tokens, token_of_buffer, sent)
+        (T, K), N, ranks = ids.shape, self.mesh.size(), self._ranks
+        capacity = self.capacity or T * min(K, self.num_experts // N)
+        num_buffers, num_received = min(T, capacity), N * min(capacity, K * min(T, capacity))
+        self._check_static(x, ids, ranks.slots_of(slots.counts), capacity, num_buffers)
+        buffer_of_slot = buffer_of_row(slots, N, capacity)
+        if self.overflow == "drop":
+            ids = torch.where(buffer_of_slot[slots.token_row] < 0, -1, ids)
+        sent = ranks.plan_of(ids)
+        assert sent.row_token is not None
+        token_of_row = F.pad(sent.row_token, (0, 1), value=-1)
+        token_of_buffer = token_of_row[row_of_buffer(sent, N, num_buffers)]
+        exchange = Even(ranks.group)
+        choice = tokens_there(ranks.choice(scores.detach(), ids), exchange, token_of_buffer)
+        received_scores, received = ranks.received_slots(choice)
         received = cut(received, num_received)
-        if self.static:
-            slot_of_buffer = row_of_buffer(received, N, capacity)
-        there = (token_of_buffer, *sent.tensors, *received.tensors)
-        ways = (tokens, back, *there, slot_of_buffer, buffer_of_slot, *slots.tensors)
+        slot_of_buffer = row_of_buffer(received, N, capacity)
+        there = (token_of_buffer, *received.tensors)
+        ways = (exchange, *there, slot_of_buffer, buffer_of_slot, *slots.tensors)
         rows = Dispatch.apply(x, *ways)
         ones = torch.ones(num_received, 1, dtype=scores.dtype, device=x.device)
-        y = self._local_experts(rows, ones, self._local_ids(received))
+        y = self._local_experts(rows, ones, ranks.local_ids(received, has_room=True))
         return Combine.apply(y, scores, received_scores, *ways)[0]
 
     def _forward_by_rank(self, x: Tensor, scores: Tensor, ids: Tensor, slots: Plan) -> Tensor:
         """For each token and rank that has some of its experts, their weighted sum comes back."""
-        (T, K), N, E = ids.shape, self.mesh.size(), self.num_experts
-        plan, max_rows, experts_per_rank = self._plan_of_ranks(ids), None, E // N
-        if self.static:
-            capacity = self.capacity or T
-            self._check_static(x, ids, plan.counts, capacity, capacity)
-            plan = cut(plan, T * min(K, N))
-            buffers = row_of_buffer(plan, N, capacity), buffer_of_row(plan, N, capacity)
-            exchange: Static | Exact = Static(self.mesh.get_group(), *buffers)
-        else:
-            exchange, of_slots = self._open_exact(x, ids, plan, slots)
-            assert exchange.send_splits and of_slots.receive_splits
-            plan = cut(plan, sum(exchange.send_splits))
-            if not self._is_quantised:
-                max_rows = max(sum(of_slots.receive_splits), 1)
-        # Ids are exact in float32. 0, which unused buffer rows have, is no expert's.
-        choice = torch.cat((scores, (ids.clamp(-1, E) + 1).to(scores.dtype)), 1)
-        choice = exchange.there(run(ops.permute.default, choice, plan.tensors))
-        scores, ids = choice.tensor_split(2, 1)
-        ids = ids.detach().int() - 1 - experts_per_rank * self.mesh.get_local_rank()
-        rows = exchange.there(run(ops.permute.default, x, plan.tensors))
-        partial = exchange.back(self._local_experts(rows, scores, ids, max_rows))
+        (T, K), N, ranks = ids.shape, self.mesh.size(), self._ranks
+        capacity, plan = self.capacity or T, ranks.plan_of(ids)
+        self._check_static(x, ids, plan.counts, capacity, capacity)
+        plan = cut(plan, T * min(K, N))
+        buffers = row_of_buffer(plan, N, capacity), buffer_of_row(plan, N, capacity)
+        exchange = Static(ranks.group, *buffers)
+        choice, rows = (run(ops.permute.default, t, plan.tensors) for t in (ranks.choice(scores, ids), x))
+        scores, ids = ranks.received_ids(exchange.there(choice))
+        partial = exchange.back(self._local_experts(exchange.there(rows), scores, ids))
         return function.unpermute(partial, plan)
 
     def meet(self) -> None:
@@ -403,49 +392,13 @@ class ParallelExperts(Counting, Experts):
         return out, counts
 
     @property
+    def _ranks(self) -> Ranks:
+        return Ranks(self.mesh.get_group(), self.num_experts, self.combine == "slot")
+
+    @property
     def _is_quantised(self) -> bool:
         """Then they are one operator, which makes its own plan, of all slots."""
         return any(isinstance(w, QuantizedWeight) for w in self.weights)
-
-    def _plan_of_ranks(self, ids: Tensor) -> Plan:
-        """The plan of this rank's tokens by the ranks of their experts, each of which gets a token once."""
-        N, E = self.mesh.size(), self.num_experts
-        return route_plan(distinct(ids.div(E // N, rounding_mode="floor"), N), N)
-
-    def _receive_choice(
-        self, scores: Tensor, ids: Tensor, tokens: Exact, token_of_buffer: Tensor | None, sent: Plan
-    ) -> tuple[Tensor, Plan]:
-        """Sends each token's scores and ids where the token goes. Returns the scores of received tokens, and
-        the plan of those of their slots that have an expert here, by source rank and expert."""
-        E = self.num_experts
-        # An index of `_slot_groups` is exact in float32. 0, which unused buffer rows have, is no expert's.
-        column = ids.clamp(-1, E) + (1 + (E + 2) * self.mesh.get_local_rank())
-        choice = torch.cat((scores.detach(), column.to(scores.dtype)), 1)
-        choice = tokens_there(choice, tokens, token_of_buffer, sent.tensors)
-        received_scores, column = choice.tensor_split(2, 1)
-        return received_scores, route_plan(column.int(), E, self._slot_groups(scores.device))
-
-    def _slot_groups(self, device: torch.device) -> Tensor:
-        """(N * (E + 2),): the group of a slot by source rank and by id + 1, -1 where another rank has the
-        expert, or none. Groups are in the order of source ranks, and of this rank's experts."""
-        N, E = self.mesh.size(), self.num_experts
-        first = 1 + E // N * self.mesh.get_local_rank()
-        groups = torch.arange(E, dtype=torch.int32, device=device).view(N, -1)
-        return F.pad(groups, (first, E + 2 - first - E // N), value=-1).flatten()
-
-    def _local_ids(self, received: Plan) -> Tensor:
-        """(R, 1): which of this rank's experts each received slot has. Past the last row, which only a static
-        exchange has, it is -1."""
-        group = row_groups(received)
-        local = group % (self.num_experts // self.mesh.size())
-        if self.static:
-            local = torch.where(group < self.num_experts, local, -1)
-        return local.unsqueeze(1)
-
-    def _open_exact(self, x: Tensor, ids: Tensor, tokens: Plan, slots: Plan) -> tuple[Exact, Exact]:
-        num_slots, facts = _of_ranks(slots.counts, self.mesh.size()), facts_of(x, ids)
-        self.meet()
-        return open_exact(self.mesh.get_group(), facts, tokens.counts, num_slots)
 
     def _check_static(self, x: Tensor, ids: Tensor, counts: Tensor, capacity: int, num_buffers: int) -> None:
         drops = self.overflow == "drop"
@@ -463,26 +416,27 @@ class ParallelExperts(Counting, Experts):
         ids: Tensor,
         max_rows: int | None = None,
         dropped_rows: Tensor | None = None,
+        *,
+        operands: tuple[tuple, dict[str, Any]] | None = None,
     ) -> Tensor:
         """Rows (R, D), scores and local expert ids (R, K) -> (R, D). Ids outside [0, E/N) add zero."""
-        settings = {name: _local(value) for name, value in self.settings.items()}
+        weights, settings = operands or self._local_operands()
+        (w1, w2, w3), of_rows = weights, (scores, ids)
+        settings |= {"max_rows": max_rows, "dropped_rows": dropped_rows}
+        return function.fused_experts(rows, w1, w2, w3, *of_rows, **settings)
+
+    def _prepare_experts(self) -> Callable[..., Tensor]:
+        return partial(self._local_experts, operands=self._local_operands())
+
+    def _local_operands(self) -> tuple[tuple, dict[str, Any]]:
+        """This rank's weights, and the other arguments of `fused_experts`."""
+        settings: dict[str, Any] = {name: _local(value) for name, value in self.settings.items()}
         main_grads = self.main_grads
         if settings["lora"] is not None:  # beside adapters the weights are frozen
             settings["lora"] = LoRA(*map(_local, settings["lora"]))
             main_grads = (None, None, None)
-        w1, w2, w3 = map(_local_weight, self.weights, main_grads)
-        return function.fused_experts(
-            rows,
-            w1,
-            w2,
-            w3,
-            scores,
-            ids,
-            max_rows=max_rows,
-            dropped_rows=dropped_rows,
-            **settings,
-            main_grads=tuple(map(_local, main_grads)),
-        )
+        settings["main_grads"] = tuple(map(_local, main_grads))
+        return tuple(map(_local_weight, self.weights, main_grads)), settings
 
     def extra_repr(self) -> str:
         """What `print` shows of the experts."""
@@ -504,11 +458,6 @@ def _end(experts: ParallelExperts, module: nn.Module, args: tuple, out: object) 
         stops = isinstance(sys.exc_info()[1], _StopRecomputationError)
         if not experts.has_met and not stops:  # checkpointing stops where it has recomputed enough
             experts.refuse()
-
-
-def _of_ranks(counts: Tensor, num_ranks: int) -> Tensor:
-    """counts (E,) of experts -> (N,) of their ranks."""
-    return counts.view(num_ranks, -1).sum(1, dtype=counts.dtype)
 
 
 def _described(module: nn.Module, experts: nn.Module) -> dict[str, object]:

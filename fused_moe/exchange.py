@@ -1,10 +1,11 @@
 """All-to-alls over the N ranks of a process group, of exact sizes or of C rows for every two ranks.
 
 A plan has grouped the rows by rank, or by expert and hence by rank, so those for one rank are neighbours.
-`open_exact` and `check_static` exchange what has to be the same on all ranks, and the former the numbers of
+`Opening` and `check_static` exchange what has to be the same on all ranks, and the former the numbers of
 rows. An exchange takes rows in the plan's order `there`, to their ranks, and `back`, which is the inverse.
 Gradients take the same ways in reverse. Any tensors of that order can go, with one row for each row of the
-plan. combine="slot" takes rows there by one exchange and back by another: `fused_moe/slots.py`.
+plan. combine="slot" takes rows there by one exchange and back by another. The nodes of autograd are in
+`fused_moe/exact.py` and `fused_moe/slots.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import checks
+from .ops import route_plan
 from .plan import Plan
 
 FN = "ExpertParallel"
@@ -55,18 +57,84 @@ def check_facts(facts: Facts, ranks: list[int]) -> None:
             checks.fail(ValueError, FN, f"{facts} on all ranks", f"{found} on rank {rank}")
 
 
+class Ranks(NamedTuple):
+    """How E experts are spread over the N ranks of a group, and what tokens take along: K scores and ids. An
+    exchange by slots sends a row back for each slot, another one the sum over a rank's experts."""
+
+    group: ProcessGroup
+    num_experts: int  # E
+    by_slot: bool
+
+    @property
+    def first_expert(self) -> int:
+        return self.num_experts // self.group.size() * self.group.rank()
+
+    def plan_of(self, ids: Tensor) -> Plan:
+        """The plan of this rank's tokens by the ranks of their experts, each of which gets a token once."""
+        N = self.group.size()
+        return route_plan(distinct(ids.div(self.num_experts // N, rounding_mode="floor"), N), N)
+
+    def slots_of(self, counts: Tensor) -> Tensor:
+        """counts (E,) of experts -> (N,) of their ranks."""
+        return counts.view(self.group.size(), -1).sum(1, dtype=counts.dtype)
+
+    def choice(self, scores: Tensor, ids: Tensor) -> Tensor:
+        """(T, 2K): scores, and ids as whole numbers that are exact in float32. By slots these are indices of
+        `_slot_groups`. 0, which unused buffer rows have, is no expert's."""
+        first = 1 + (self.num_experts + 2) * self.group.rank() if self.by_slot else 1
+        return torch.cat((scores, (ids.clamp(-1, self.num_experts) + first).to(scores.dtype)), 1)
+
+    def received_ids(self, choice: Tensor) -> tuple[Tensor, Tensor]:
+        """Received tokens' scores, and their ids among this rank's experts; others are outside [0, E/N)."""
+        scores, ids = choice.tensor_split(2, 1)
+        return scores, ids.detach().int() - (1 + self.first_expert)
+
+    def received_slots(self, choice: Tensor) -> tuple[Tensor, Plan]:
+        """Received tokens' scores, and the plan of those of their slots that have an expert here, by source
+        rank and expert."""
+        scores, group = choice.tensor_split(2, 1)
+        return scores, route_plan(group.int(), self.num_experts, self._slot_groups(scores.device))
+
+    def local_ids(self, received: Plan, *, has_room: bool) -> Tensor:
+        """(R, 1): which of this rank's experts each received slot has. With room past the last row it is -1
+        there."""
+        group = row_groups(received)
+        local = group % (self.num_experts // self.group.size())
+        if has_room:
+            local = torch.where(group < self.num_experts, local, -1)
+        return local.unsqueeze(1)
+
+    def _slot_groups(self, device: torch.device) -> Tensor:
+        """(N * (E + 2),): the group of a slot by source rank and by id + 1, -1 where another rank has the
+        expert, or none. Groups are in the order of source ranks, and of this rank's experts."""
+        N, E = self.group.size(), self.num_experts
+        first = 1 + self.first_expert
+        groups = torch.arange(E, dtype=torch.int32, device=device).view(N, -1)
+        return F.pad(groups, (first, E + 2 - first - E // N), value=-1).flatten()
+
+
 class Exact(NamedTuple):
     """An exchange of sizes that the host knows."""
 
     group: ProcessGroup
-    send_splits: list[int] | None  # None if they are all equal
-    receive_splits: list[int] | None
+    send_splits: list[int]
+    receive_splits: list[int]
 
-    def there(self, rows: Tensor) -> Tensor:
-        return _all_to_all(rows, self.group, self.receive_splits, self.send_splits)
+    def start_there(self, rows: Tensor) -> Tensor:
+        """What arrives of rows, which may be read after `wait`. Autograd does not see it."""
+        return _start(rows, self.receive_splits, self.send_splits, self.group)
 
-    def back(self, rows: Tensor) -> Tensor:
-        return _all_to_all(rows, self.group, self.send_splits, self.receive_splits)
+    def start_back(self, rows: Tensor) -> Tensor:
+        return _start(rows, self.send_splits, self.receive_splits, self.group)
+
+
+class Even(NamedTuple):
+    """An exchange of as many rows for every two ranks."""
+
+    group: ProcessGroup
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return _all_to_all(rows, self.group)
 
 
 class Static(NamedTuple):
@@ -84,21 +152,33 @@ class Static(NamedTuple):
 
 
 def refuse(group: ProcessGroup, device: torch.device) -> None:
-    """Takes a failed call's part in `open_exact` or `check_static`, so that the other ranks raise, too."""
+    """Takes a failed call's part in `Opening` or `check_static`, so that the other ranks raise, too."""
     _exchange(torch.full((group.size(), 3), REFUSED, dtype=torch.int32, device=device), group)
 
 
-def open_exact(group: ProcessGroup, facts: Facts, rows: Tensor, slots: Tensor) -> tuple[Exact, Exact]:
-    """The exchanges of this rank's rows and of its slots, given how many there are for each rank, (N,). The
-    host waits here, once, and reads 6 * N integers."""
-    own = facts.packed()
-    table = torch.stack((rows, slots, torch.full_like(rows, own)), 1)
-    sent, received = torch.stack((table, _exchange(table, group))).tolist()
-    check_facts(facts, [other for *_, other in received])
-    of_rows, of_slots = (
-        Exact(group, [row[i] for row in sent], [row[i] for row in received]) for i in range(2)
-    )
-    return of_rows, of_slots
+class Opening:
+    """Learns the sizes of an exact exchange: of this rank's rows and of its slots, given how many there are
+    for each rank, (N,). What is launched before `exchanges` runs while the host waits there."""
+
+    def __init__(self, group: ProcessGroup, facts: Facts, rows: Tensor, slots: Tensor):
+        self.group, self.facts, self.event = group, facts, None
+        table = torch.stack((rows, slots, torch.full_like(rows, facts.packed())), 1)
+        tables = torch.stack((table, _exchange(table, group)))
+        self.tables = tables.to("cpu", non_blocking=True)
+        if rows.is_cuda:
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def exchanges(self) -> tuple[Exact, Exact]:
+        """Those of rows and of slots. The host waits here, once, and reads 6 * N integers."""
+        if self.event is not None:
+            self.event.synchronize()
+        sent, received = self.tables.tolist()
+        check_facts(self.facts, [other for *_, other in received])
+        of_rows, of_slots = (
+            Exact(self.group, [row[i] for row in sent], [row[i] for row in received]) for i in range(2)
+        )
+        return of_rows, of_slots
 
 
 def check_static(
@@ -191,6 +271,16 @@ def _exchange(table: Tensor, group: ProcessGroup) -> Tensor:
     return collectives.wait_tensor(collectives.all_to_all_single(table, None, None, group))
 
 
-def _all_to_all(rows: Tensor, group: ProcessGroup, receive_splits=None, send_splits=None) -> Tensor:
+def wait(arriving: Tensor) -> Tensor:
+    """What `Exact` has started: from here on the device's stream, and not the host, waits for it."""
+    return torch.ops._c10d_functional.wait_tensor.default(arriving)
+
+
+def _start(rows: Tensor, receive_splits: list[int], send_splits: list[int], group: ProcessGroup) -> Tensor:
     """NCCL takes no rows of padded widths, whose pitch is wider than they are."""
-    return collectives.all_to_all_single_autograd(rows.contiguous(), receive_splits, send_splits, group)
+    op = torch.ops._c10d_functional.all_to_all_single.default  # its wrappers in Python take longer
+    return op(rows.contiguous(), receive_splits, send_splits, group.group_name)
+
+
+def _all_to_all(rows: Tensor, group: ProcessGroup) -> Tensor:
+    return collectives.all_to_all_single_autograd(rows.contiguous(), None, None, group)

@@ -23,8 +23,13 @@ def less_unasked(ctx, need, **places: int):
     if torch.compiler.is_compiling():
         return need
     edges = ctx.next_functions
-    asked = {name: getattr(need, name) and _answer(edges[i][0]) is not False for name, i in places.items()}
+    asked = {name: getattr(need, name) and is_asked(edges[i][0]) for name, i in places.items()}
     return need._replace(**asked)
+
+
+def is_asked(node) -> bool:
+    """Whether the running backward pass asks for the gradient that goes to `node`."""
+    return _answer(node) is not False
 
 
 def gradient_of(weight: Tensor, node) -> Tensor | None:

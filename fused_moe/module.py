@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
@@ -27,6 +28,7 @@ from .padding import zero_padding
 from .paths import (
     FN,
     Operands,
+    adds_shared,
     keeps_padding,
     operands_to_join,
     stock,
@@ -650,13 +652,17 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         tape = self._tape
         if tape is not None and ids is None and (ids := tape.take(tokens, self.top_k)) is not None:
             given["ids"] = ids
-        shared = self._shared_operands(tokens, num_tokens) if combines else (None, None)
+        shared: tuple = (None, None)
+        if combines:
+            shared = self._shared_operands(tokens, num_tokens)
+        elif self.shared_experts is not None and self.latent_down is None and adds_shared(self.experts):
+            shared = (partial(self._shared, tokens, num_tokens),)
         out, counts, ids, logits = self._routed(tokens, joined, given, shared)
         if tape is not None:
             tape.note(ids)
         if self.training and self._count("tokens_per_expert", counts) and self.load_balance_coeff is not None:
             self._watch_balance()
-        if self.shared_experts is not None and not combines:
+        if self.shared_experts is not None and shared[0] is None:
             out = out + self._shared(tokens, num_tokens)
         if x.dim() != 2:
             out = reshaped(out, x.shape)
@@ -712,7 +718,8 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         self, x: Tensor, joined: Operands | str, given: dict, shared: tuple
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The routed experts' out (T, D) and counts (E,), the router's ids (T, K) and logits (T, E). `given`
-        are the router's ids and num_tokens, `shared` the combine's shared and shared_gate."""
+        are the router's ids and num_tokens, `shared` the combine's shared and shared_gate, or what
+        `adds_shared` says."""
         modules: dict[str, Any] = self._modules
         buffers = self._buffers  # an attribute takes ten times as long
         bias = buffers["expert_bias"] if "expert_bias" in buffers else self.expert_bias

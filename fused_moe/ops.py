@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from . import widths
 from .activation import ACTIVATIONS
-from .main_grad import less_unasked
+from .main_grad import is_asked, less_unasked
 from .namespace import NAMESPACE
 from .plan import Plan
 
@@ -869,6 +869,7 @@ def _up_fake(args, save_h: bool):
 
 def _up_setup(ctx, args, output, scores=None, main_grads=(None, None)):
     ctx.layout, ctx.main_grads = args.layout, main_grads
+    ctx.on_gradient = getattr(args.x, "on_gradient", None)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(args.x, *widths.saved(ctx, args.w1, args.w3), scores, *args.plan)
@@ -882,9 +883,18 @@ def _up_backward(ctx, need, dh, needs_scores: bool = False):
     w1, w3 = widths.restored(ctx, w1, w3)
     if any(grad is not None for grad in ctx.main_grads):
         need = less_unasked(ctx, need, w1=1, w3=2)
-    needs = (need.x, need.w1, need.w3, need.b1, need.b3, needs_scores)
-    args = (dh, x, w1, w3, scores, plan, ctx.layout, *needs)
-    dx, dw1, dw3, db1, db3, dscores = up_gradients(args, ctx.main_grads)
+    of_x, of_weights = (need.x, needs_scores), (need.w1, need.w3, need.b1, need.b3)
+
+    def gradients(of_x, of_weights):
+        needs = of_x[0], *of_weights, of_x[1]
+        return up_gradients((dh, x, w1, w3, scores, plan, ctx.layout, *needs), ctx.main_grads)
+
+    if _hands_on(ctx, need):
+        dx, *_, dscores = gradients(of_x, (False,) * 4)
+        ctx.on_gradient(dx)
+        _, dw1, dw3, db1, db3, _ = gradients((False,) * 2, of_weights)
+    else:
+        dx, dw1, dw3, db1, db3, dscores = gradients(of_x, of_weights)
     result = weight_gradients(ctx, need, dw1, dw3)
     if need.x:
         result["x"] = dx
@@ -895,6 +905,11 @@ def _up_backward(ctx, need, dh, needs_scores: bool = False):
     if needs_scores:
         result["scores"] = dscores
     return result
+
+
+def _hands_on(ctx, need) -> bool:
+    """Whether x's gradient goes to a function, an attribute of x (exact.py), before those of the weights."""
+    return ctx.on_gradient is not None and need.x and is_asked(ctx.next_functions[0][0])
 
 
 def up_gradients(args: tuple, main_grads: tuple, *of_router: Tensor) -> tuple[Tensor, ...]:
@@ -1237,6 +1252,7 @@ def _fp8_up_fake(args):
 
 def _fp8_up_setup(ctx, args, output):
     ctx.layout, ctx.has_codes_t = args.layout, len(args.quantized) == 4
+    ctx.on_gradient = getattr(args.x, "on_gradient", None)
     ctx.mark_non_differentiable(*output[3:])  # not h, through which a recorded backward of fp8_down reaches x
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(args.x, *(args.quantized[2:] or (args.w1, args.w3)), *args.plan)
@@ -1247,7 +1263,10 @@ def _fp8_up_backward(ctx, need, dlink, dlink_scale, *_):
         return {}
     x, first, second, *plan = ctx.saved_tensors
     codes_t = _transposed_codes(ctx, first, second, ctx.layout)
-    return {"x": run(ops.fp8_up_backward.default, dlink, dlink_scale, x, plan, codes_t)}
+    dx = run(ops.fp8_up_backward.default, dlink, dlink_scale, x, plan, codes_t)
+    if _hands_on(ctx, need):
+        ctx.on_gradient(dx)
+    return {"x": dx}
 
 
 def _fp8_up_backward_fake(args):

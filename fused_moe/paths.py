@@ -279,6 +279,13 @@ def why_added_after(layer: MoELayer, x: Tensor) -> str | None:
     )
 
 
+def adds_shared(experts: object) -> bool:
+    """Whether experts take, as a fourth argument, a function for shared experts whose result they add: those
+    over several ranks, whose exchange runs meanwhile. A wrapper, as checkpoints have, passes attributes on,
+    so the type is asked."""
+    return getattr(type(experts), "adds_shared", False) and not torch.compiler.is_compiling()
+
+
 def keeps_padding(layer: MoELayer, x: Tensor, joined: Operands | str, combines: bool) -> bool:
     """Whether what padded rows of x hold stays in their rows of the logits: no gradient sums over tokens, and
     our operators alone read x. `combines` is whether the combine adds shared experts."""

@@ -11,8 +11,8 @@ same bits on any number of ranks. dout goes there once for each rank, too, and i
     Combine     y back, the weighted sum: out                   dout there, weighted: dy
 
 Plans are lists of tensors, as operators take them: `sent` of this rank's tokens by rank, `slots` of its slots
-by expert, `received` of the received tokens' slots by source rank and expert. Exact exchanges have no maps of
-buffers.
+by expert, `received` of the received tokens' slots by source rank and expert. These nodes are for buffers of
+the same size for every two ranks, and can be compiled. `fused_moe/exact.py` has those for exact sizes.
 """
 
 from __future__ import annotations
@@ -20,47 +20,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .exchange import Exact, gather
+from .exchange import Even, gather
 from .ops import ops, run, undifferentiable
 
-NUM_THERE, NUM_BACK = 11, 7
+NUM_THERE, NUM_BACK = 6, 7
 
 
-def tokens_there(x: Tensor, exchange: Exact, token_of_buffer: Tensor | None, sent: list[Tensor]) -> Tensor:
+def tokens_there(x: Tensor, exchange: Even, token_of_buffer: Tensor) -> Tensor:
     """This rank's tokens (T, any width) -> received ones."""
-    if token_of_buffer is None:
-        return exchange.there(run(ops.permute.default, x, sent))
-    return exchange.there(gather(x, token_of_buffer))
+    return exchange(gather(x, token_of_buffer))
 
 
-def _slots_back(
-    rows: Tensor, exchange: Exact, slot_of_buffer: Tensor | None, buffer_of_slot: Tensor | None
-) -> Tensor:
+def _slots_back(rows: Tensor, exchange: Even, slot_of_buffer: Tensor, buffer_of_slot: Tensor) -> Tensor:
     """Rows of received slots -> rows of this rank's slots."""
-    if slot_of_buffer is None or buffer_of_slot is None:
-        return exchange.back(rows)
-    return gather(exchange.back(gather(rows, slot_of_buffer)), buffer_of_slot)
+    return gather(exchange(gather(rows, slot_of_buffer)), buffer_of_slot)
 
 
 class Dispatch(torch.autograd.Function):
     """x (T, D) -> rows (R, D) of received slots.
 
-    The last arguments are NUM_THERE of the way there, token_of_buffer, *sent and *received, and NUM_BACK of
-    the way back, slot_of_buffer, buffer_of_slot and *slots.
+    The last arguments are NUM_THERE of the way there, token_of_buffer and *received, and NUM_BACK of the way
+    back, slot_of_buffer, buffer_of_slot and *slots.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, tokens: Exact, slots: Exact, *maps) -> Tensor:
-        ctx.exchange = slots
+    def forward(ctx, x: Tensor, exchange: Even, *maps) -> Tensor:
+        ctx.exchange = exchange
         ctx.save_for_backward(*maps[NUM_THERE:])
-        token_of_buffer, *plans = maps[:NUM_THERE]
-        return run(ops.permute.default, tokens_there(x, tokens, token_of_buffer, plans[:5]), plans[5:])
+        token_of_buffer, *received = maps[:NUM_THERE]
+        return run(ops.permute.default, tokens_there(x, exchange, token_of_buffer), received)
 
     @staticmethod
     def backward(ctx, drows: Tensor):
         slot_of_buffer, buffer_of_slot, *plan = ctx.saved_tensors
         drows = _slots_back(drows, ctx.exchange, slot_of_buffer, buffer_of_slot)
-        return run(ops.unpermute.default, drows, None, plan), None, None, *[None] * (NUM_THERE + NUM_BACK)
+        return run(ops.unpermute.default, drows, None, plan), None, *[None] * (NUM_THERE + NUM_BACK)
 
 
 class Combine(torch.autograd.Function):
@@ -70,12 +64,12 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, y: Tensor, scores: Tensor, received_scores: Tensor, tokens: Exact, slots: Exact, *maps
+        ctx, y: Tensor, scores: Tensor, received_scores: Tensor, exchange: Even, *maps
     ) -> tuple[Tensor, Tensor]:
         slot_of_buffer, buffer_of_slot, *plan = maps[NUM_THERE:]
-        rows = _slots_back(y, slots, slot_of_buffer, buffer_of_slot)
+        rows = _slots_back(y, exchange, slot_of_buffer, buffer_of_slot)
         of_scores = (rows, scores, *plan) if ctx.needs_input_grad[1] else ()
-        ctx.exchange = tokens
+        ctx.exchange = exchange
         node = y.new_empty(0)
         ctx.save_for_backward(node, received_scores, *maps[:NUM_THERE], *of_scores)
         return run(ops.unpermute.default, rows, scores, plan), node
@@ -83,14 +77,14 @@ class Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout: Tensor, _):
         node, received_scores, token_of_buffer, *saved = ctx.saved_tensors
-        sent, received, of_scores = saved[:5], saved[5:10], saved[10:]
+        received, of_scores = saved[: NUM_THERE - 1], saved[NUM_THERE - 1 :]
         dy = dscores = None
         if ctx.needs_input_grad[0]:
-            rows = tokens_there(dout, ctx.exchange, token_of_buffer, sent)
+            rows = tokens_there(dout, ctx.exchange, token_of_buffer)
             args = (rows, None, received_scores, received, True, False)
             dy = run(ops.unpermute_backward.default, *args)[0]
         if of_scores:
             rows, scores, *plan = of_scores
             dscores = run(ops.unpermute_backward.default, dout, rows, scores, plan, False, True)[1]
         dy, dscores = undifferentiable("combine='slot'", (dy, dscores), dout, node)
-        return dy, dscores, None, None, None, *[None] * (NUM_THERE + NUM_BACK)
+        return dy, dscores, None, None, *[None] * (NUM_THERE + NUM_BACK)

@@ -337,9 +337,8 @@ CPU = listed({
     ("each rank has all new adapters", "_shard(adapters, self.mesh)", "pass"),
     ("each rank draws its own new adapters", "mesh: DeviceMesh, src_data_rank: int | None = 0)",
      "mesh: DeviceMesh, src_data_rank: int | None = None)")],
-  ("fused_moe/distributed.py", "tests/test_distributed.py -k any_routing"): [
-    ("every rank computes the first one's experts",
-     "- 1 - experts_per_rank * self.mesh.get_local_rank()", "- 1")],
+  ("fused_moe/exchange.py", "tests/test_distributed.py -k any_routing"): [
+    ("every rank computes the first one's experts", "- (1 + self.first_expert)", "- 1")],
   ("fused_moe/symmetric.py", "tests/test_symmetric.py"): [
     ("what others still read is overwritten", "if are_read:", "if False:"),
     ("rows are read before all are written",
@@ -350,11 +349,22 @@ CPU = listed({
      "self.write((ids, torch.full_like(ids[self.rank], REFUSED)))", "pass"),
     ("a call that failed needs the memory of float32",
      "self.areas(self._dtype).ids", "self.areas(torch.float32).ids")],
-  ("fused_moe/distributed.py", "tests/test_distributed.py -k sent_once"): [
-    ("a token is sent once for each expert", "distinct(ids.div(E // N, rounding_mode=\"floor\"), N), N)",
-     "ids.div(E // N, rounding_mode=\"floor\"), N)")],
+  ("fused_moe/exchange.py", "tests/test_distributed.py -k sent_once"): [
+    ("a token is sent once for each expert",
+     "distinct(ids.div(self.num_experts // N, rounding_mode=\"floor\"), N), N)",
+     "ids.div(self.num_experts // N, rounding_mode=\"floor\"), N)")],
   ("fused_moe/slots.py", "tests/test_distributed.py -k bits_of"): [
     ("the experts' rank does not weight gradients", "(rows, None, received_scores,", "(rows, None, None,")],
+  ("fused_moe/exact.py", "tests/test_distributed.py -k bits_of"): [
+    ("the experts' rank weights no gradients of exact sizes",
+     "dy, None, scores, received", "dy, None, None, received")],
+  ("fused_moe/ops.py", "tests/test_distributed.py -k exact_exchanges"): [
+    ("gradients of weights come before those of rows",
+     "if _hands_on(ctx, need):\n        dx, *_,", "if False:\n        dx, *_,")],
+  ("fused_moe/module.py", "tests/test_distributed.py -k exact_exchanges"): [
+    ("shared experts wait for the exchange", "and adds_shared(self.experts)", "and False")],
+  ("fused_moe/paths.py", "tests/test_distributed.py -k recomputed_ones"): [
+    ("a wrapper's experts add what it does not recompute", "getattr(type(experts), ", "getattr(experts, ")],
   ("fused_moe/distributed.py", "tests/test_distributed.py -k overflow_is_counted"): [
     ("tokens of dropped slots are sent", "< 0, -1, ids)", "< 0, ids, ids)")],
   ("fused_moe/distributed.py", "tests/test_distributed.py -k without_fully_shard"): [

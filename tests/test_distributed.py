@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.distributed.checkpoint as dcp
 from ranks import started
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -650,6 +650,69 @@ def test_a_token_is_sent_once_to_a_rank(four_workers, cpu, options):
         assert tokens < 16 * 5
         assert forward == [(4, 3), (tokens, 10), (tokens, D), (returned, D)]
         assert backward == [(tokens, D), (returned, D)]
+
+
+def order_of_a_step(rank, device, options):
+    """The names of a step's operators, forward and backward."""
+    layer = new_layer(device)
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel(**options))
+    with cases.Calls() as forward:
+        out = layer(torch.randn(T, D, device=device, requires_grad=True))
+    with cases.Calls() as backward:
+        out.square().sum().backward()
+    return [[name.split("::")[1] for name, *_ in of_pass.calls] for of_pass in (forward, backward)]
+
+
+exact_alone = pytest.mark.parametrize("options", ({}, {"combine": "rank"}), ids=str)
+
+
+@exact_alone
+def test_exact_exchanges_run_beside_other_work(workers, cpu, options):
+    """Shared experts are computed while rows come back, or their gradients go there, and the weights'
+    gradients while those of rows go back."""
+    for forward, backward in workers(order_of_a_step, options):
+
+        def places(names, name):
+            return [i for i, other in enumerate(names) if other == name]
+
+        *_, sent = places(forward, "all_to_all_single")
+        routed, shared = places(forward, "experts_up")
+        assert routed < sent < shared < forward.index("wait_tensor", sent)
+        dout, drows, *_ = places(backward, "all_to_all_single")
+        shared, dx, dw = places(backward, "experts_up_backward")
+        assert dout < shared < backward.index("wait_tensor") < dx < drows < dw
+        assert dw < backward.index("wait_tensor", drows)
+
+
+def steps_of_wrapped_experts(rank, device, options):
+    """Of experts as they are, and of recomputed ones."""
+    wrappers = {"none": lambda experts: experts}
+    for name, how in (
+        ("not reentrant", CheckpointImpl.NO_REENTRANT),
+        ("reentrant", CheckpointImpl.REENTRANT),
+    ):
+        wrappers[name] = partial(checkpoint_wrapper, checkpoint_impl=how)
+    found = {}
+    for name, wrapper in wrappers.items():
+        layer = new_layer(device)
+        parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel(**options))
+        layer.experts = wrapper(layer.experts)
+        x = torch.randn(T, D, generator=torch.Generator().manual_seed(rank)).to(device).requires_grad_()
+        out = layer(x)
+        out.square().sum().backward()
+        grads = [whole(p.grad) for p in layer.parameters() if p.grad is not None]
+        found[name] = [out.detach(), x.grad, *grads]
+    return found
+
+
+@exact_alone
+def test_shared_experts_beside_recomputed_ones(workers, device, options):
+    for found in workers(steps_of_wrapped_experts, options):
+        expected = found.pop("none")
+        assert len(expected) > 10
+        for name, tensors in found.items():
+            for a, b in zip(tensors, expected, strict=True):
+                torch.testing.assert_close(a, b, msg=name)
 
 
 def counted_exchanges(rank, device, ids, options, recompute):
