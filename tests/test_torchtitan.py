@@ -1213,7 +1213,8 @@ def parallel_fp8(fusion, tp, ep):
         apply_moe_ep_tp(model, tp_mesh=tp_mesh, ep_mesh=ep_mesh, etp_mesh=None, ep_etp_mesh=None)
     with Calls() as calls:
         found = run_part(model, experts_of(model).parameters(), context)
-    return found, len(calls.of("fp8_up"))
+    widths = {args[0].size(-1) for name, args, _ in calls.calls if name.endswith("all_to_all_single")}
+    return found, len(calls.of("fp8_up")), widths
 
 
 def fp8_runs():
@@ -1447,7 +1448,11 @@ def test_fp8_under_fsdp(trained):
 def test_parallel_fp8(trained, tp, ep):
     """Rows that a dispatcher sends are quantised, and so are parts of experts."""
     runs = trained["fp8"]
-    (usual, calls), (ours, fp8_calls) = (runs[fusion, tp, ep] for fusion in ("fused_moe", "fused_moe_fp8"))
+    (usual, calls, widths), (ours, fp8_calls, _) = (
+        runs[fusion, tp, ep] for fusion in ("fused_moe", "fused_moe_fp8")
+    )
     assert (calls, fp8_calls) == (0, 1)
+    # Ids and scores go along where a token is sent once for each rank: in the exchange that is ours.
+    assert (2 * SAME_K["top_k"] in widths) == (ep > 1 and not HAS_OVERRIDES)
     for value, other in zip(ours, usual, strict=True):
         assert 0.01 * other.norm() < (value - other).norm() < 0.1 * other.norm()

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_module
+from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
+from ..exact import exchanged_experts
+from ..exchange import Ranks
 from ..expert_bias import KeepsExpertBias
 from ..fp8_layers import why_not
 from ..fp8_training import Fp8Training, TrainsFp8
@@ -49,18 +54,50 @@ except ImportError:  # before 0.2.2
     GptOssGroupedExperts = _NoExperts
 
 
+class Exchanged:
+    """What tokens take to the experts of other ranks, in place of their numbers. A class of its own, in which
+    FSDP's mixed precision finds no tensor to cast."""
+
+    def __init__(self, routing: Routing, shared: Callable[[], Tensor] | None):
+        self.routing, self.shared = routing, shared
+
+
 class FusedExperts(TrainsFp8):
-    """Experts behind any dispatcher. EP and TP hook their forward as before."""
+    """Experts behind any dispatcher. EP and TP hook their forward as before.
+
+    Attributes:
+        ranks: with `_shard_experts`, how the experts are spread over ranks.
+    """
+
+    ranks: Ranks | None = None
 
     if TYPE_CHECKING:
         use_grouped_mm: bool
         _experts: Callable[[], dict]
 
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor, routing: Routing | None = None) -> Tensor:
-        """x (R, D) rows grouped by expert, or (T, D) tokens with a routing -> the same shape."""
+    def forward(
+        self, x: Tensor, num_tokens_per_expert: Tensor | Exchanged, routing: Routing | None = None
+    ) -> Tensor | tuple[Tensor]:
+        """x (R, D) rows grouped by expert, or (T, D) tokens with a routing -> the same shape; with Exchanged
+        in a tuple, with what its `shared` computes added."""
         # The stock layer's for-loop computes in x's dtype, its grouped_mm in bfloat16.
         dtype = torch.bfloat16 if self.use_grouped_mm else None
+        if isinstance(num_tokens_per_expert, Exchanged):
+            return (self._exchanged(x, dtype, num_tokens_per_expert),)
         return run_experts(x, self._experts(), num_tokens_per_expert, routing, dtype=dtype, fp8=self.fp8)
+
+    def _exchanged(self, x: Tensor, dtype: torch.dtype | None, tokens: Exchanged) -> Tensor:
+        scores, ids, plan, score_on = tokens.routing
+
+        def experts(rows: Tensor, scores: Tensor, ids: Tensor, max_rows: int | None) -> Tensor:
+            routing = Routing(scores, ids, score_on=score_on)
+            counts = tokens.routing.rows[0].counts  # ignored
+            how: dict[str, Any] = {"dtype": dtype, "fp8": self.fp8, "max_rows": max_rows}
+            return run_experts(rows, self._experts(), counts, routing, **how)
+
+        assert self.ranks is not None and plan is not None
+        call = (x if dtype is None else x.to(dtype), scores, ids, plan, lambda: experts, tokens.shared)
+        return exchanged_experts(self.ranks, *call).to(x.dtype)
 
 
 class FusedGroupedExperts(FusedExperts, GroupedExperts):
@@ -114,6 +151,10 @@ class FusedMoE(KeepsExpertBias, MoE):
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
         is_expert_parallel = any(_is_sharded_over(p, "ep") for p in self.experts.parameters())
+        if is_expert_parallel and self.experts.ranks is not None and not torch.compiler.is_compiling():
+            shared = None if self.shared_experts is None else partial(self.shared_experts, tokens)
+            (out,) = self.experts(tokens, Exchanged(routing, shared))
+            return reshaped(out, x.shape)
         if is_expert_parallel:
             routed = self.experts(routed_rows(tokens, routing), counts.long())
         else:
@@ -125,6 +166,29 @@ class FusedMoE(KeepsExpertBias, MoE):
 
 
 find_layers(FusedMoE, MoE)
+
+
+_shard = ExpertParallel._apply
+
+
+def _shard_experts(style: ExpertParallel, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    """torchtitan's ExpertParallel._apply, whose hooks let our experts exchange tokens themselves: each once
+    for each rank, not for each expert."""
+    if type(style) is not ExpertParallel or not isinstance(module, FusedExperts):
+        return _shard(style, module, device_mesh)
+
+    def dispatch(module: Any, inputs: tuple, mesh: DeviceMesh) -> Any:
+        return inputs if isinstance(inputs[1], Exchanged) else style._token_dispatch(module, inputs, mesh)
+
+    def gather(module: Any, out: Any, mesh: DeviceMesh) -> Any:
+        return out if isinstance(out, tuple) else style._token_combine(module, out, mesh)
+
+    num_experts = module._experts()["w2"].size(0)
+    module.ranks = Ranks(device_mesh.get_group(), num_experts, by_slot=False)
+    return distribute_module(module, device_mesh, style._partition_fn, dispatch, gather)
+
+
+ExpertParallel._apply = _shard_experts  # type: ignore[method-assign]
 
 
 def _is_sharded_over(weight: Tensor, dim: str) -> bool:

@@ -196,6 +196,7 @@ def run_experts(
     *,
     dtype: torch.dtype | None,
     fp8: Fp8Training | None = None,
+    max_rows: int | None = None,
 ) -> Tensor:
     """The experts of this rank, on tokens or on rows from a dispatcher.
 
@@ -205,6 +206,7 @@ def run_experts(
         counts: (E,) of any integer dtype; ignored with a routing.
         dtype: of the GEMMs; None: x's, or autocast's.
         fp8: how the experts train in FP8; None: in `dtype`.
+        max_rows: as that of `fused_experts`, with a routing without a plan.
 
     Returns:
         The shape and dtype of x.
@@ -225,5 +227,5 @@ def run_experts(
     else:
         scores, ids, plan, score_on = routing
         experts |= {"scores": scores, "ids": ids}
-        out = function.fused_experts(rows, plan=plan, score_on=score_on, **experts)
+        out = function.fused_experts(rows, plan=plan, score_on=score_on, max_rows=max_rows, **experts)
     return out.to(x.dtype)
