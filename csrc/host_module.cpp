@@ -108,7 +108,9 @@ static void def_rules(py::module_ &m) {
     m.def("fp8_column_chunk", fused_moe_fp8_column_chunk);
     m.def("gathers_first", fused_moe_gathers_first);
     m.def("takes_turns", fused_moe_takes_turns);
+    m.def("wgrad_is_write_bound", fused_moe_wgrad_is_write_bound);
     m.def("wgrad_takes_turns", fused_moe_wgrad_takes_turns);
+    m.def("wgrad_tiles_at_once", fused_moe_wgrad_tiles_at_once);
     m.def("router_slice", fused_moe_router_slice);
     m.def("router_cta_slices", fused_moe_router_cta_slices);
     m.def("router_tile", [](int64_t T, int64_t E, int32_t num_ctas) {

@@ -168,6 +168,22 @@ FUSED_MOE_FN bool fused_moe_wgrad_takes_turns(int64_t R, int64_t E, int64_t weig
     return R <= 640 * E && weight_tiles > 2 * num_ctas;
 }
 
+/* Whether writing dw takes a weight gradient's time: experts have few rows, and dw is larger than L2. Then,
+ * too, CTAs take their tiles in turn. */
+FUSED_MOE_FN bool fused_moe_wgrad_is_write_bound(int64_t R, int64_t E, int64_t weight_tiles,
+                                                 int32_t num_ctas) {
+    return R <= 128 * E && E * weight_tiles >= 16 * num_ctas;
+}
+
+/* Consecutive tiles that a CTA of a weight gradient takes at once. If an expert has few tiles, a CTA's next
+ * tile would nearly always be another expert's, and finding that takes longer than computing a tile of few
+ * rows. */
+FUSED_MOE_FN int32_t fused_moe_wgrad_tiles_at_once(int64_t R, int64_t E, int64_t weight_tiles,
+                                                   int32_t num_ctas) {
+    return fused_moe_wgrad_is_write_bound(R, E, weight_tiles, num_ctas) && weight_tiles <= 2 * num_ctas ? 2
+                                                                                                        : 1;
+}
+
 /* --- the router's GEMM ---------------------------------------------------------------------------------- */
 
 /* Columns of a slice of D: at most eight slices, each summed from zero and added in order. The rule knows D

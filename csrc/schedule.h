@@ -37,8 +37,8 @@
  * In turn. Where tiles take unequal times, or longer for their memory than for their MMAs, lockstep is lost
  * and CTAs drift apart by whole tiles, until L2 no longer has what they share. Then a CTA takes the next tile
  * of all, so that the tiles in flight stay neighbours (rules.h: fused_moe_takes_turns,
- * fused_moe_wgrad_takes_turns). Both GEMMs of few rows in one launch have a counter of their own for it
- * (kernels/sm90/experts.cuh).
+ * fused_moe_wgrad_takes_turns, fused_moe_wgrad_is_write_bound). Both GEMMs of few rows in one launch have a
+ * counter of their own for it (kernels/sm90/experts.cuh).
  *
  * Wave quantisation: if the last wave would leave half of the CTAs idle, or more, its tiles can be split
  * along N (split_last_wave).

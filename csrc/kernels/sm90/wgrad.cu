@@ -14,7 +14,10 @@
  *
  * Every tile gathers its columns of b, so b is gathered once for every 256 of a's columns, in about a tenth
  * of the GEMM's time. If a is wide, b's rows are copied into expert order first, half of their columns at a
- * time, and TMA loads them. */
+ * time, and TMA loads them.
+ *
+ * With few rows writing dw takes the time. Memory writes faster what is written together, so CTAs take tiles
+ * in turn, and stores in a's dtype leave L2 first. */
 #include "launch.cuh"
 #include "split_k.cuh"
 #include "wgrad_load.cuh"
@@ -47,11 +50,9 @@ template <bool TRANSPOSED>
 struct EpilogueF32;
 __device__ inline bool sum_slices(const Wgrad &p, const WgradTile &tile, int wg, float (&d)[128]);
 
-__device__ inline bool decode_tile(const Wgrad &p, uint32_t index, WgradTile &tile) {
+__device__ inline WgradTile tile_of(const Wgrad &p, const FusedMoeWgradTile &work) {
     constexpr int GROUP = 16; /* tiles in flight together share columns of both operands */
-    const TileSource &source = p.tiles;
-    FusedMoeWgradTile work = fused_moe_wgrad_tile(source.schedule, source.offs, source.E, (int32_t)source.R,
-                                                  &p.wgrad_order, index);
+    WgradTile tile;
     int n_tile, m_tile, weight_tiles = p.wgrad_order.weight_tiles;
     fused_moe_grouped_order(work.weight_tile, p.n_tiles, weight_tiles / p.n_tiles, GROUP, &n_tile, &m_tile);
     tile.expert = work.expert;
@@ -63,7 +64,47 @@ __device__ inline bool decode_tile(const Wgrad &p, uint32_t index, WgradTile &ti
     tile.split_index = (tile.first_row - tile.row_in_expert) / p.slice_rows * weight_tiles + work.weight_tile;
     tile.first_subtile = 4 * m_tile;
     tile.first_n = 2 * SUBTILE * n_tile;
-    return work.num_slices > 0;
+    return tile;
+}
+
+/* The fetching warp. If a tile has few rows, looking up its expert and building the expert's maps takes
+ * longer than computing it, so consecutive tiles are claimed at once. After a long tile the next one is
+ * fetched when the queue has room for it (fetch_tiles). */
+template <class Queue>
+__device__ inline void fetch_wgrad_tiles(const Wgrad &p, Queue &queue) {
+    const TileSource &source = p.tiles;
+    const FusedMoeWgradOrder &order = p.wgrad_order;
+    uint32_t num_tiles = fused_moe_num_wgrad_tiles(source.schedule, source.E, (int32_t)source.R, &order);
+    uint32_t at_once = p.tiles_at_once, num_claims = (num_tiles + at_once - 1) / at_once;
+    FusedMoeTileScheduler scheduler = fused_moe_tile_scheduler(source.counters + CLAIMED, num_claims,
+                                                               blockIdx.x, gridDim.x, source.assignment);
+    TileWriter<Queue> writer(queue);
+    auto token_of = [](const WgradTile &, int) { return 0; };
+    FusedMoeWgradTile work = {};
+    int expert = -1, slot = 0;
+    uint32_t claim;
+    while ((claim = fused_moe_next_tile(&scheduler)) < num_claims) {
+        uint32_t first = claim * at_once, end = min(first + at_once, num_tiles);
+        for (uint32_t i = first; i < end; i++) {
+            if (i > first && work.weight_tile + 1 < order.weight_tiles)
+                work.weight_tile++;
+            else
+                work = fused_moe_wgrad_tile(source.schedule, source.offs, source.E, (int32_t)source.R, &order,
+                                            i);
+            if (work.num_slices == 0) continue;
+            if (work.expert != expert) {
+                expert = work.expert;
+                slot = (slot + 1) % MAP_SLOTS;
+                build_maps(source, queue.scratch, expert, slot);
+            }
+            WgradTile tile = tile_of(p, work);
+            tile.map_slot = slot;
+            writer.publish(tile, token_of);
+            if (tile.num_rows >= LONG_TILE) writer.wait_for_room();
+        }
+    }
+    writer.publish({-1}, token_of);
+    if (scheduler.claims) reset_claims(source);
 }
 
 template <class Config, class Epilogue>
@@ -75,21 +116,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
     if (wg < 0) {
         setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
         if (warp == 3) {
-            uint32_t num_tiles =
-                fused_moe_num_wgrad_tiles(p.tiles.schedule, p.tiles.E, (int32_t)p.tiles.R, &p.wgrad_order);
-            auto decode = [&](uint32_t index, WgradTile &tile) { return decode_tile(p, index, tile); };
-            int expert = -1, slot = 0;
-            auto prepare = [&](WgradTile &tile) {
-                if (tile.expert != expert) {
-                    expert = tile.expert;
-                    slot = (slot + 1) % MAP_SLOTS;
-                    build_maps(p.tiles, s.queue.scratch, expert, slot);
-                }
-                tile.map_slot = slot;
-            };
-            auto token_of = [](const WgradTile &, int) { return 0; };
-            auto is_long = [](const WgradTile &tile) { return tile.num_rows >= LONG_TILE; };
-            fetch_tiles<0>(p.tiles, s.queue, num_tiles, decode, token_of, prepare, is_long);
+            fetch_wgrad_tiles(p, s.queue);
         } else if constexpr (Config::GATHER) {
             load_wgrad_gather<Config>(p, s);
         } else if (warp == 0) {
@@ -182,10 +209,11 @@ struct Epilogue {
         writer.store_filled(fill, [&](uint32_t staged) {
             const CUtensorMap *map = &p.dw[part_of(p, subtile)];
             int m = column_in_part(p, subtile);
-            if constexpr (TRANSPOSED)
-                cp_async_bulk_tensor_store(map, staged, held.n, m, held.expert);
+            int column = TRANSPOSED ? held.n : m, row = TRANSPOSED ? m : held.n;
+            if (p.is_write_bound)
+                cp_async_bulk_tensor_store_evict_first(map, staged, column, row, held.expert);
             else
-                cp_async_bulk_tensor_store(map, staged, m, held.n, held.expert);
+                cp_async_bulk_tensor_store(map, staged, column, row, held.expert);
         });
     }
 
@@ -259,6 +287,8 @@ int launch(const FusedMoeWgrad &p, void *stream) {
     q.wgrad_order = slices.order;
     q.slice_rows = (int32_t)slices.rows;
     q.later_slots = (int32_t)((slices.num_slots / 2 - 1) * q.wgrad_order.weight_tiles);
+    q.is_write_bound = fused_moe_wgrad_is_write_bound(p.R, p.E, q.wgrad_order.weight_tiles, num_ctas());
+    q.tiles_at_once = fused_moe_wgrad_tiles_at_once(p.R, p.E, q.wgrad_order.weight_tiles, num_ctas());
     q.accumulate = p.accumulate;
     q.slices = (float4 *)((char *)p.workspace.data + map_bytes(MAX_MAPS));
     int status = FUSED_MOE_OK;
@@ -268,7 +298,7 @@ int launch(const FusedMoeWgrad &p, void *stream) {
     }
     TileSource &tiles = q.tiles;
     tiles = tile_source(p.offs, p.schedule, p.R, p.E, 1, 1, p.workspace.counters);
-    if (fused_moe_wgrad_takes_turns(p.R, p.E, weight_tiles_of(p), num_ctas()))
+    if (q.is_write_bound || fused_moe_wgrad_takes_turns(p.R, p.E, q.wgrad_order.weight_tiles, num_ctas()))
         tiles.assignment = FUSED_MOE_IN_TURN;
     tiles.maps = (CUtensorMap *)p.workspace.data;
     tiles.num_maps = GATHER ? 1 : 2;

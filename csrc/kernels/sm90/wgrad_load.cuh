@@ -33,6 +33,8 @@ typedef struct {
     FusedMoeWgradOrder wgrad_order; /* an expert's weight tiles: n_tiles times tiles of M */
     int32_t slice_rows;             /* of a tile's slice, at most                       */
     int32_t later_slots;            /* distance of later slices' slots from the first's */
+    int32_t tiles_at_once;          /* that a CTA claims                                */
+    bool is_write_bound;            /* stores in a's dtype are the first to leave L2    */
     bool accumulate;
     float4 *slices; /* [slots, weight_tiles, 2] accumulators of a warpgroup */
     TileSource tiles;
