@@ -441,7 +441,7 @@ CPU = listed({
   ("fused_moe/function.py", "tests/test_widths.py"): [
     ("what is padded is written beside out", "out is None or y is out else out.copy_(y)", "True else y")],
   ("fused_moe/main_grad.py", "tests/test_main_grads.py"): [
-    ("autograd.grad of x adds to a main_grad", "_answer(edges[i][0]) is not False", "True")],
+    ("autograd.grad of x adds to a main_grad", "is_asked(edges[i][0])", "True")],
   ("fused_moe/expert_bias.py", "tests/test_module.py"): [
     ("the load bias goes the wrong way", "torch.sign(shortfall)", "torch.sign(-shortfall)"),
     ("the load bias drifts", "(delta - delta.mean()).to(bias.device)", "delta.to(bias.device)")],
@@ -463,7 +463,7 @@ CPU = listed({
   ("fused_moe/paths.py", "tests/test_latent.py"): [
     ("a foreign latent_down sees padding", "() or layer.latent_down is not None:", "():")],
   ("fused_moe/module.py", "tests/test_shared.py"): [
-    ("shared experts are added twice", "is not None and not combines:", "is not None:")],
+    ("shared experts are added twice", "is not None and shared[0] is None:", "is not None:")],
   ("fused_moe/module.py", "tests/test_latent.py"): [
     ("padded rows get a bias of latent_up",
      'zero_padding(_linear(self.latent_up, out), given.get("num_tokens"))', "_linear(self.latent_up, out)")],

@@ -685,7 +685,7 @@ def test_exact_exchanges_run_beside_other_work(workers, cpu, options):
 
 
 def steps_of_wrapped_experts(rank, device, options):
-    """Of experts as they are, and of recomputed ones."""
+    """Outputs and gradients of experts as they are, and of recomputed ones."""
     wrappers = {"none": lambda experts: experts}
     for name, how in (
         ("not reentrant", CheckpointImpl.NO_REENTRANT),
@@ -698,7 +698,7 @@ def steps_of_wrapped_experts(rank, device, options):
         parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel(**options))
         layer.experts = wrapper(layer.experts)
         x = torch.randn(T, D, generator=torch.Generator().manual_seed(rank)).to(device).requires_grad_()
-        out = layer(x)
+        out = layer(x.sin())
         out.square().sum().backward()
         grads = [whole(p.grad) for p in layer.parameters() if p.grad is not None]
         found[name] = [out.detach(), x.grad, *grads]
