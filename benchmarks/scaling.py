@@ -76,7 +76,11 @@ def records(name: str) -> list[dict]:
 def rest_us(batch: int, links: Links) -> float:
     """A layer's time beside its MoE: a line through the recorded steps of 16B6 on two GPUs at four batches,
     less the computed time of its MoE layers."""
-    found = [r for r in records("torchtitan_h200.json") if r["what"] == "fused_moe" and r["steps"] == 40]
+    found = [
+        r
+        for r in records("torchtitan_h200.json")
+        if (r["what"], r["steps"]) == ("fused_moe", 40) and r["shape"].startswith("16B6, 2 GPUs, batch")
+    ]
     batches = [r["local_batch_size"] for r in found]
     us = [
         r["time_us"]
@@ -145,17 +149,17 @@ def runs(links: Links) -> Iterator[tuple[str, str, float, float]]:
         TITAN[2][2] / TITAN[1][2],
         computed[4, 4] / computed[1, 4],
     )
-    for shape, gpus, ranks, how in (
-        ("16B6, 4 GPUs", 4, 1, "FSDP2"),
-        ("16B6, 2 GPUs, EP 2", 2, 2, SLOT),
+    for shape, gpus, ranks, way in (
+        ("16B6, 4 GPUs", 4, 1, RANK),
+        ("16B6, 2 GPUs, EP 2, batch 4", 2, 2, RANK),
     ):
         found = [r for r in records("torchtitan_h200.json") if r["shape"] == shape]
         tokens = next(r["tokens_per_second"] for r in found if r["what"] == "fused_moe")
         yield (
-            f"{shape}, {how}, batch 4",
+            f"{shape.removesuffix(', batch 4')}, {'FSDP2' if ranks == 1 else way}, batch 4",
             "tokens/s",
             tokens,
-            tokens_per_s(TITAN_16B6, gpus, ranks, 4, SLOT, links),
+            tokens_per_s(TITAN_16B6, gpus, ranks, 4, way, links),
         )
     state = memory(titan_layer(1), 4, 1)
     fixed = TITAN_16B.moe_layers * state.state + state.unsharded
