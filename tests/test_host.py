@@ -734,6 +734,17 @@ def test_every_tile_is_claimed_once(num_tiles, num_ctas, late, assignment, seed)
     assert sorted(claimed) == list(range(num_tiles))
 
 
+@pytest.mark.parametrize("num_tiles", (0, 13, 14, 15, 16, 17, 201))
+def test_tiles_in_turn_two_at_once(num_tiles):
+    """A claim is two consecutive tiles of a weight gradient, the last one's maybe one (sm90/wgrad.cu)."""
+    state, num_claims = scheduler_state(7), ceil_div(num_tiles, 2)
+    claims = [ops.next_tile(state, num_claims, i % 7, IN_TURN) for i in range(num_claims + 14)]
+    found = [
+        i for claim in claims if claim < num_claims for i in range(2 * claim, min(2 * claim + 2, num_tiles))
+    ]
+    assert sorted(found) == list(range(num_tiles))
+
+
 @pytest.mark.parametrize("num_tiles", (0, 6, 7, 8, 200))
 def test_tiles_in_turn(num_tiles):
     """Whichever CTA asks gets the next tile of all. Where each has one tile at most, that is its own."""
