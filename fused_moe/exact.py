@@ -5,7 +5,7 @@ comes between them: shared experts, and in backward the weights' gradients. A `W
 because autograd may read any tensor that it passes on.
 
              forward                                  backward
-    There    x there; a row for each slot             drows back, summed: dx
+    There    x has come; a row for each slot          drows back, summed: dx
     Send     y starts back                            dout has come: dy
     Receive  y has come; summed, weighted: out        dout starts there
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from .exchange import Exact, Opening, Ranks, cut, facts_of, wait
+from .main_grad import is_asked
 from .ops import ops, run, undifferentiable
 from .plan import Plan
 
@@ -78,14 +79,14 @@ def _make_room(rows: Tensor) -> None:
 
 
 class There(torch.autograd.Function):
-    """x (T, D), and its rows in the order of `sent` -> received rows (R, D), or rows of their slots. The last
+    """x (T, D), and its rows, which have started -> received rows (R, D), or rows of their slots. The last
     arguments are *returning and *received."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, rows: Tensor, way: Way, *plans: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, arriving: Tensor, way: Way, *plans: Tensor) -> Tensor:
         ctx.way = way
         ctx.save_for_backward(*plans[:LENGTH])
-        rows = wait(way.tokens.start_there(rows))
+        rows = wait(arriving)
         received = plans[LENGTH:]
         return run(ops.permute.default, rows, [*received]) if received else rows
 
@@ -135,7 +136,7 @@ class Receive(torch.autograd.Function):
         node, *saved = ctx.saved_tensors
         sent, of_scores = saved[:LENGTH], saved[LENGTH:]
         dlink = dscores = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and is_asked(ctx.next_functions[0][0]):  # else nothing would wait for it
             ctx.way.put(ctx.way.tokens.start_there(run(ops.permute.default, dout, sent)))
             dlink = node
         if of_scores:
@@ -183,7 +184,9 @@ def exchanged_experts(
         plan = cut(plan, num_slots)
         received = plan.tensors
     else:
+        chosen = tokens.start_there(chosen)
         choice = There.apply(choice, chosen, Way(tokens, tokens), *sent.tensors)
+    rows = tokens.start_there(rows)  # what is sent is freed before slots get rows
     rows = There.apply(x, rows, way, *returning.tensors, *received)
     rows.on_gradient = way.start_gradient
     if ranks.by_slot:

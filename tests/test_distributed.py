@@ -684,6 +684,31 @@ def test_exact_exchanges_run_beside_other_work(workers, cpu, options):
         assert dw < backward.index("wait_tensor", drows)
 
 
+def exchanges_for_scores(rank, device, options):
+    """How many exchanges the gradients of scores alone take, and then those of all."""
+    layer = new_layer(device)
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel(**options))
+    x, scores, ids = (t.clone() for t in experts_signals(device, cases.make_ids("random", T, K, E))[:3])
+    scores.requires_grad_()
+    out, _ = layer.experts(x.requires_grad_(), scores, ids)
+    found = []
+    for inputs in ([scores], [x, scores]):
+        with cases.Calls() as calls:
+            grads = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+        names = [name.split("::")[1] for name, *_ in calls.calls]
+        found.append((names.count("all_to_all_single"), names.count("wait_tensor"), grads[-1]))
+    return found
+
+
+@pytest.mark.parametrize("combine, expected", (("slot", (0, 2)), ("rank", (2, 3))))
+def test_each_exchange_of_backward_is_waited_for(workers, cpu, combine, expected):
+    """Gradients of scores alone want none of rows that weights are added to at home."""
+    for found in workers(exchanges_for_scores, {"combine": combine}):
+        (sent, waited, alone), (all_sent, all_waited, beside) = found
+        assert (sent, all_sent) == (waited, all_waited) == expected
+        assert torch.equal(alone, beside)
+
+
 def steps_of_wrapped_experts(rank, device, options):
     """Outputs and gradients of experts as they are, and of recomputed ones."""
     wrappers = {"none": lambda experts: experts}
