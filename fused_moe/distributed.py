@@ -279,9 +279,9 @@ class ParallelExperts(Counting, Experts):
             slots, scores = function.route_plan(ids, self.num_experts), scores.to(score_dtype(x))
             counts = slots.counts
             if not self.static:
-                self.meet()
                 call = (x, scores, ids, slots, self._prepare_experts, shared)
-                out, shared = exchanged_experts(self._ranks, *call, bounds=not self._is_quantised), None
+                how: dict[str, Any] = {"bounds": not self._is_quantised, "meet": self.meet}
+                out, shared = exchanged_experts(self._ranks, *call, **how), None
             else:
                 forward = self._forward_by_rank if self.combine == "rank" else self._forward_by_slot
                 out = forward(x, scores, ids, slots)

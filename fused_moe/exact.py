@@ -156,16 +156,19 @@ def exchanged_experts(
     shared: Callable[[], Tensor] | None = None,
     *,
     bounds: bool = True,
+    meet: Callable[[], None] | None = None,
 ) -> Tensor:
     """The experts of all ranks on this rank's x (T, D), with scores (T, K) of `score_dtype` and ids (T, K),
     whose plan is `slots`: out (T, D), to which what `shared` computes is added.
 
     `prepare` returns this rank's experts, a function of received rows (R, D), scores and ids (R, K) among
     them, others outside [0, E/N), and max_rows. At most max_rows slots have an expert here; it is None
-    without `bounds`, and by slots, where each row is one. All that is made without the sizes is made before
-    the host waits for them."""
+    without `bounds`, and by slots, where each row is one. `meet` is called before the first collective. All
+    that is made without the sizes is made before the host waits for them."""
     num_ranks = ranks.group.size()
     sent = ranks.plan_of(ids)
+    if meet is not None:
+        meet()
     opening = Opening(ranks.group, facts_of(x, ids), sent.counts, ranks.slots_of(slots.counts))
     sent = cut(sent, x.size(0) * min(ids.size(1), num_ranks))
     choice = ranks.choice(scores.detach() if ranks.by_slot else scores, ids)

@@ -892,7 +892,9 @@ def _up_backward(ctx, need, dh, needs_scores: bool = False):
     if _hands_on(ctx, need):
         dx, *_, dscores = gradients(of_x, (False,) * 4)
         ctx.on_gradient(dx)
-        _, dw1, dw3, db1, db3, _ = gradients((False,) * 2, of_weights)
+        dw1 = dw3 = db1 = db3 = None
+        if any(of_weights):
+            _, dw1, dw3, db1, db3, _ = gradients((False,) * 2, of_weights)
     else:
         dx, dw1, dw3, db1, db3, dscores = gradients(of_x, of_weights)
     result = weight_gradients(ctx, need, dw1, dw3)

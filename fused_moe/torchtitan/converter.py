@@ -66,10 +66,10 @@ class FusedExperts(TrainsFp8):
     """Experts behind any dispatcher. EP and TP hook their forward as before.
 
     Attributes:
-        ranks: with `_shard_experts`, how the experts are spread over ranks.
+        ep_mesh: of the ranks over which `_shard_experts` has spread the experts.
     """
 
-    ranks: Ranks | None = None
+    ep_mesh: DeviceMesh | None = None
 
     if TYPE_CHECKING:
         use_grouped_mm: bool
@@ -95,9 +95,10 @@ class FusedExperts(TrainsFp8):
             how: dict[str, Any] = {"dtype": dtype, "fp8": self.fp8, "max_rows": max_rows}
             return run_experts(rows, self._experts(), counts, routing, **how)
 
-        assert self.ranks is not None and plan is not None
+        assert self.ep_mesh is not None and plan is not None
+        ranks = Ranks(self.ep_mesh.get_group(), plan.counts.size(0), by_slot=False)
         call = (x if dtype is None else x.to(dtype), scores, ids, plan, lambda: experts, tokens.shared)
-        return exchanged_experts(self.ranks, *call).to(x.dtype)
+        return exchanged_experts(ranks, *call).to(x.dtype)
 
 
 class FusedGroupedExperts(FusedExperts, GroupedExperts):
@@ -151,9 +152,11 @@ class FusedMoE(KeepsExpertBias, MoE):
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
         is_expert_parallel = any(_is_sharded_over(p, "ep") for p in self.experts.parameters())
-        if is_expert_parallel and self.experts.ranks is not None and not torch.compiler.is_compiling():
+        experts = self.experts  # a checkpoint's wrapper would not see what Exchanged has
+        is_ours = isinstance(experts, FusedExperts) and experts.ep_mesh is not None
+        if is_expert_parallel and is_ours and not torch.compiler.is_compiling():
             shared = None if self.shared_experts is None else partial(self.shared_experts, tokens)
-            (out,) = self.experts(tokens, Exchanged(routing, shared))
+            (out,) = experts(tokens, Exchanged(routing, shared))
             return reshaped(out, x.shape)
         if is_expert_parallel:
             routed = self.experts(routed_rows(tokens, routing), counts.long())
@@ -183,8 +186,7 @@ def _shard_experts(style: ExpertParallel, module: nn.Module, device_mesh: Device
     def gather(module: Any, out: Any, mesh: DeviceMesh) -> Any:
         return out if isinstance(out, tuple) else style._token_combine(module, out, mesh)
 
-    num_experts = module._experts()["w2"].size(0)
-    module.ranks = Ranks(device_mesh.get_group(), num_experts, by_slot=False)
+    module.ep_mesh = device_mesh
     return distribute_module(module, device_mesh, style._partition_fn, dispatch, gather)
 
 
