@@ -66,7 +66,7 @@ class Case:
     def around(self) -> None:
         """A step whose experts return what they get."""
         x, scores = self.inputs
-        self.experts._local_experts = lambda rows, *_: rows
+        self.experts._local_experts = lambda rows, *_, **__: rows
         out, _ = self.experts(x, scores, self.ids)
         del self.experts._local_experts
         torch.autograd.grad(out, x, self.dout)

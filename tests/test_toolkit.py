@@ -41,6 +41,7 @@ FIRST_PTX_ISA = {
     "cp.async.mbarrier.arrive": (7, 0),
     "cp.async.wait_group": (7, 0),
     "cp.reduce.async.bulk": (8, 0),
+    "createpolicy": (7, 4),
     "cvt.rn.f16x2.e4m3x2": (7, 8),
     "cvt.rn.satfinite.e4m3x2": (7, 8),
     "elect.sync": (8, 0),
