@@ -383,7 +383,7 @@ def record(options: argparse.Namespace, **measured) -> dict:
 
 def of_floor(floor: float, seconds: float) -> dict[str, float]:
     """The fields of a time beside its floor, both in seconds. A floor may be far below a microsecond."""
-    return {"floor_us": float(f"{floor * 1e6:.5g}"), "floor_ratio": round(floor / seconds, 3)}
+    return {"floor_us": round(floor * 1e6, 3), "floor_ratio": round(floor / seconds, 3)}
 
 
 def read(*paths: Path) -> list[dict]:

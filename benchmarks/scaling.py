@@ -149,17 +149,14 @@ def runs(links: Links) -> Iterator[tuple[str, str, float, float]]:
         TITAN[2][2] / TITAN[1][2],
         computed[4, 4] / computed[1, 4],
     )
-    for shape, gpus, ranks, way in (
-        ("16B6, 4 GPUs", 4, 1, RANK),
-        ("16B6, 2 GPUs, EP 2, batch 4", 2, 2, RANK),
-    ):
+    for shape, gpus, ranks in (("16B6, 4 GPUs", 4, 1), ("16B6, 2 GPUs, EP 2, batch 4", 2, 2)):
         found = [r for r in records("torchtitan_h200.json") if r["shape"] == shape]
         tokens = next(r["tokens_per_second"] for r in found if r["what"] == "fused_moe")
         yield (
-            f"{shape.removesuffix(', batch 4')}, {'FSDP2' if ranks == 1 else way}, batch 4",
+            f"{shape.removesuffix(', batch 4')}, {'FSDP2' if ranks == 1 else RANK}, batch 4",
             "tokens/s",
             tokens,
-            tokens_per_s(TITAN_16B6, gpus, ranks, 4, way, links),
+            tokens_per_s(TITAN_16B6, gpus, ranks, 4, RANK, links),
         )
     state = memory(titan_layer(1), 4, 1)
     fixed = TITAN_16B.moe_layers * state.state + state.unsharded
