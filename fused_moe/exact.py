@@ -1,7 +1,7 @@
 """The way of one call's rows there and back, where the host knows how many there are.
 
 An all-to-all has a stream of its own. It starts in one node of autograd and ends in another, and other work
-comes between them: shared experts, and in backward the weights' gradients. A `Way` holds what is under way,
+comes between them: shared experts, and in backward the weights' gradients. A `Way` holds what is in flight,
 because autograd may read any tensor that it passes on.
 
              forward                                  backward
@@ -37,7 +37,7 @@ ROOM = 8000  # cycles: NCCL's kernel starts 2 to 3 us after what it waits for, a
 
 
 class Way:
-    """One call's exchanges: `tokens` of its tokens and `back` of what returns; and what is on its way. With
+    """One call's exchanges: `tokens` of its tokens and `back` of what returns; and what is in flight. With
     `beside` other work comes between `put` and `take`."""
 
     def __init__(self, tokens: Exact, back: Exact, beside: bool = False):
