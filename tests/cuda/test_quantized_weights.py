@@ -96,7 +96,7 @@ def test_bits_of_dequantised_weights(device, shape, format, scale_of, dtype):
 
 # Scales with which one multiplication makes a pair of 4-bit codes, to both ends of the range, and others.
 QUICK_SCALES = {
-    "int4": ((2.0**-126, -(2.0**-126), 0.01, -0.2490234375), (0.0, 2.0**-130, 0.25, -3.0, 2.0**20)),
+    "int4": ((2.0**-126, -(2.0**-126), 0.01, -0.498046875), (0.0, 2.0**-130, 0.5, -3.0, 2.0**20)),
     "mxfp4": ((0, 1, 120, 127), (128, 129, 147)),
 }
 

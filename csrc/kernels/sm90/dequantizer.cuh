@@ -138,20 +138,24 @@ struct Dequantizer {
         }
     }
 
-    /* A bf16's last bits are a subnormal number, so a code that is moved there needs one multiplication, by
-     * the scale and the power of two that makes up for the place. That has the range of scales: quick_factor
-     * says whether this one is in it. The value is rounded once, as ever. */
-    __device__ static bool quick_factor(QuickFactor &f, uint32_t scale) {
+    /* A bf16's last eight bits are a multiple of 2^-133, as a subnormal number or as one of the first normal
+     * ones. So a code that is moved there needs one multiplication, by the scale and the power of two that
+     * makes up for the place. That has the range of scales: quick_factor says whether this one, whose bits f
+     * has, is in it. The value is rounded once, as ever. */
+    __device__ static bool quick_factor(QuickFactor &f) {
+        uint32_t bits = f.scale;
         if constexpr (CODE == Code::E2M1) { /* 2^126 scale; the scale is below 2 */
-            uint32_t e8m0 = ld_shared_u8(scale);
-            f.scale = e8m0 * 0x00800080 + 0x3f003f00;
-            return e8m0 < 128;
-        } else { /* 2^130 scale, and -8 scale; the scale is normal and below 1/4 */
-            uint32_t bits = ld_shared_u16(scale);
-            f.scale = bits * 0x10001 + 0x41004100;
-            f.offset = multiply_pair<T>(f.scale, 0x80408040);
-            return (bits << 17) - (1u << 24) < 124u << 24;
+            f.scale = bits * 0x00800080 + 0x3f003f00;
+            return bits < 128;
+        } else { /* 2^129 scale, and -8 scale; the scale is normal and below 1/2 */
+            f.scale = bits * 0x10001 + 0x40804080;
+            f.offset = multiply_pair<T>(f.scale, 0x80808080);
+            return (bits << 17) - (1u << 24) < 125u << 24;
         }
+    }
+
+    __device__ static uint32_t scale_bits(uint32_t scale) {
+        return CODE == Code::E2M1 ? ld_shared_u8(scale) : ld_shared_u16(scale);
     }
 
     __device__ static uint32_t quick_pair(const uint32_t (&words)[WORDS], int step, int u,
@@ -159,7 +163,7 @@ struct Dequantizer {
         uint32_t word = words[step / 2];
         int n = 2 * (step % 2) + u;
         if constexpr (CODE == Code::E2M1) return multiply_pair<T>(e2m1_bits(word, n), f.scale);
-        uint32_t code = shifted(word, 3 - 4 * n) & 0x00780078; /* 2^-130 times */
+        uint32_t code = shifted(word, 4 - 4 * n) & 0x00f000f0; /* 2^-129 times */
         return word_of<T>(__hfma2(pair_of<T>(code), pair_of<T>(f.scale), pair_of<T>(f.offset)));
     }
 

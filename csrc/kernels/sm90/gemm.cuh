@@ -182,6 +182,8 @@ __device__ __forceinline__ void run_tile_fragments(const GemmOf<Config> &p, Shar
     float d[TOKENS / 2 * SUBTILES];
     if constexpr (TALL)
         run_mainloop_tall<Config, IS_UP_GATE>(d, p, s, pipe, wg);
+    else if constexpr (TOKENS <= WARP_TOKENS && LOADS_AHEAD<Config>)
+        run_mainloop_ahead<Config, TOKENS, IS_UP_GATE>(d, p, s, pipe, wg);
     else
         run_mainloop_fragments<Config, TOKENS, IS_UP_GATE>(d, p, s, pipe, wg);
     if (!TALL && tile.half_n && subtile >= Config::TILES / 2) return; /* not loaded */

@@ -6,6 +6,7 @@
  *   run_mainloop_swapped    a skinny tile by swap-AB: wgmma's A is the weight, its B the tile's rows
  *   run_mainloop_fragments  the same of a weight whose values are made in registers, by mma.sync for
  *                           up to 16 rows
+ *   run_mainloop_ahead      likewise, of int4 and for up to 16 rows
  *   run_mainloop_tall       likewise, for tiles of twice the rows
  *
  * In a full tile a consumer waits for a k-tile's MMAs before it releases the stage, not one k-tile later.
@@ -220,6 +221,115 @@ __device__ inline void skip_stages(const GemmOf<Config> &p, Shared<Config> &s,
     }
 }
 
+/* Rows of x in STEPS k steps of a stage, as a warp's MMAs read them: eight rows of 32 columns at a time. The
+ * product with the warp's sixteen rows of the weight has the bits of multiply(). */
+template <class Config, int TOKENS, int STEPS>
+struct RowFragments {
+    uint32_t x[STEPS / 2][TOKENS / 8][4];
+
+    template <bool IN_REGISTERS>
+    __device__ void load(uint32_t rows, int first, const LaneRows<IN_REGISTERS> &lane_rows) {
+#pragma unroll
+        for (int i = 0; i < STEPS / 2; i++)
+#pragma unroll
+            for (int n = 0; n < TOKENS / 8; n++) {
+                int step = first + 2 * i;
+                ldmatrix_x4(x[i][n], lane_rows.at(rows + step / NUM_K_STEPS * Config::K_TILE_BYTES, n,
+                                                  step % NUM_K_STEPS / 2));
+            }
+    }
+
+    __device__ void multiply(float *d, const uint32_t *a) const {
+#pragma unroll
+        for (int i = 0; i < STEPS; i++)
+#pragma unroll
+            for (int n = 0; n < TOKENS / 8; n++) {
+                const uint32_t *b = x[i / 2][n] + i % 2 * 2;
+                mma_m16n8k16(*(float (*)[4])(d + 4 * n), *(const uint32_t (*)[4])(a + 4 * i), b[0], b[1],
+                             typename Config::Operand());
+            }
+    }
+};
+
+/* Whether tiles of at most 16 rows are run_mainloop_ahead's. Of the other codes, which take more
+ * instructions, none gained by it (docs/lab.md). */
+template <class Config>
+constexpr bool LOADS_AHEAD = Config::SUBTILES == 1 && Config::Weight::Dequantizer::CODE == Code::INT4;
+
+/* A swapped tile of at most 16 rows, by warps: under the second half of a stage's MMAs a warp loads the next
+ * stage's codes and scales.
+ *
+ *   |make A |4 MMAs |release; wait: next stage |its codes, scales |4 MMAs |make A |.. */
+template <class Config, int TOKENS, bool IS_UP_GATE>
+__device__ __forceinline__ void run_mainloop_ahead(float *d, const GemmOf<Config> &p, Shared<Config> &s,
+                                                   typename Config::Pipeline &pipe, int wg) {
+    using Weight = typename Config::Weight;
+    using Dequantizer = typename Weight::Dequantizer;
+    constexpr int K_TILES = Config::K_TILES, HALF = K_TILES * NUM_K_STEPS / 2;
+    constexpr bool HAS_QUICK = Dequantizer::HAS_QUICK;
+    static_assert(K_TILES == 2);
+    const Scales &scales = p.weight.scales;
+    const auto dequantizer = Dequantizer::make();
+    LaneRows<HAS_QUICK && !(Config::FEW_ROWS && Config::GATHER)> lane_rows; /* a gather needs its registers */
+    lane_rows.init();
+    const LaneOffsets offsets = Weight::template offsets_of<IS_UP_GATE>(p, Weight::TILES, wg);
+    StageCodes<Dequantizer, K_TILES> codes;
+    QuickFactors<Dequantizer, K_TILES> quick;
+    auto load = [&] {
+        s.full[pipe.index].wait(pipe.phase);
+        uint32_t b = shared_address(s.stage[pipe.index].b);
+        codes.load(b, offsets);
+        if constexpr (HAS_QUICK)
+            quick.load(b, offsets, scales);
+        else if constexpr (!Dequantizer::GROUPED)
+            codes.factors.load(b, offsets, 0, scales);
+    };
+    uint32_t a[16 * K_TILES];
+    RowFragments<Config, TOKENS, HALF> x;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; i++) d[i] = 0;
+    bool is_quick = false;
+    auto make_quick = [&] {
+        if constexpr (HAS_QUICK) is_quick = quick.make(scales);
+    };
+    load();
+    make_quick();
+#pragma unroll 1
+    for (int i = 1;; i++) {
+        auto &stage = s.stage[pipe.index];
+        uint32_t rows = shared_address(stage.a), b = shared_address(stage.b);
+        x.load(rows, 0, lane_rows);
+        auto make = [&] {
+#pragma unroll
+            for (int k_tile = 0; k_tile < K_TILES; k_tile++) {
+                if (Dequantizer::GROUPED || (HAS_QUICK && !k_tile))
+                    codes.factors.load(b, offsets, k_tile, scales);
+                codes.make_fragments(a, k_tile, dequantizer);
+            }
+            x.multiply(d, a);
+        };
+        if constexpr (HAS_QUICK) { /* the MMAs are in both branches, so unpacking runs beside them */
+            if (is_quick) {
+                codes.make_quick_fragments(a, quick);
+                x.multiply(d, a);
+            } else {
+                make();
+            }
+        } else {
+            make();
+        }
+        x.load(rows, HALF, lane_rows);
+        __syncwarp();
+        release<Config>(s, pipe.index);
+        pipe.advance();
+        if (i == p.num_k_tiles[0]) break;
+        load();
+        x.multiply(d, a + 4 * HALF);
+        make_quick();
+    }
+    x.multiply(d, a + 4 * HALF);
+}
+
 /* A swapped tile by fragments. Few rows have many warps, each with one subtile: some unpack while loads, or
  * the MMAs of others, run. With many rows a consumer has two subtiles and unpacks one while the MMAs of the
  * other run, so a stage's rows are read for twice the columns.
@@ -256,7 +366,8 @@ __device__ __forceinline__ void run_mainloop_fragments(float *d, const GemmOf<Co
             codes.load(b, offsets[i]);
             if constexpr (HAS_QUICK) { /* the MMAs are in both branches, so unpacking runs beside them */
                 QuickFactors<Dequantizer, Config::K_TILES> quick;
-                if (quick.load(b, offsets[i], p.weight.scales)) {
+                quick.load(b, offsets[i], p.weight.scales);
+                if (quick.make(p.weight.scales)) {
                     codes.make_quick_fragments(a[i], quick);
                     multiply_by_warp<Config, TOKENS>(d + TOKENS / 2 * i, a[i], rows, lane_rows);
                     continue;

@@ -216,15 +216,21 @@ struct QuickFactors {
     static constexpr int SETS = Dequantizer::GROUPED ? K_TILES : 1;
     QuickFactor factor[SETS][2][Rows::GROUPS];
 
-    /* Returns whether there are no zero points, and all scales of the warp are in the range. */
-    __device__ bool load(uint32_t stage, const LaneOffsets &offsets, const Scales &s) {
-        if (Dequantizer::HAS_ZEROS && s.has_zeros) return false;
-        bool fits = true;
+    /* The bits of the scales. */
+    __device__ void load(uint32_t stage, const LaneOffsets &offsets, const Scales &s) {
 #pragma unroll
         for (int k_tile = 0; k_tile < SETS; k_tile++)
             Rows::for_each(stage, offsets, k_tile, s, [&](int row, int i, uint32_t scale, uint32_t) {
-                fits &= Dequantizer::quick_factor(factor[k_tile][row][i], scale);
+                factor[k_tile][row][i].scale = Dequantizer::scale_bits(scale);
             });
+    }
+
+    /* Returns whether there are no zero points, and all scales of the warp are in the range. */
+    __device__ bool make(const Scales &s) {
+        bool fits = !Dequantizer::HAS_ZEROS || !s.has_zeros;
+        for (auto &of_tile : factor)
+            for (auto &of_row : of_tile)
+                for (auto &f : of_row) fits &= Dequantizer::quick_factor(f);
         return __all_sync(~0u, fits);
     }
 
