@@ -169,7 +169,7 @@ __device__ inline uint32_t claim_first(const Experts<Kind> &p) {
     return atomicAdd(&progress.claimed, 1u);
 }
 
-/* The three warps that load a tile: all gather rows of x or a, and warp 0 loads weights by TMA. */
+/* The three warps that load a tile: all gather rows of x or a, and load weights by TMA. */
 template <class Kind>
 class Loader {
     using Config = typename Kind::Config;
@@ -179,7 +179,7 @@ class Loader {
     ExpertsShared<Config> &s;
     typename Config::Pipeline pipe;
     Rows rows;
-    bool loads_weight = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
 
     /* Prefetches weights into the stages, as they become free, and then waits until a is there. Returns the
      * number of stages whose weights are loaded. */
@@ -187,7 +187,7 @@ class Loader {
         using Weight = typename Config::Down::Weight;
         const auto &gemm = p.down.gemm;
         const int ahead = min(Config::STAGES, gemm.num_k_tiles[0]);
-        if (loads_weight) {
+        if (warp == 0) {
             auto next = pipe;
             for (int stage = 0; stage < ahead; stage++, next.advance()) {
                 s.empty[next.index].wait(next.phase ^ 1);
@@ -213,7 +213,7 @@ class Loader {
         rows.point(gemm.x, gemm.k, [&](int i) { return token[i]; });
         rows.set_num(tile.num_rows);
         const int ahead = tile.is_down && !tile.a_is_there ? wait_for_a(tile) : 0;
-        gather_tile<false>(s, pipe, rows, num_stages, loads_weight, [&](int stage, uint32_t b, auto &full) {
+        gather_tile<false>(s, pipe, rows, num_stages, warp, [&](int stage, uint32_t b, auto &full) {
             if (stage >= ahead) {
                 full.expect(Weight::bytes(gemm, tile));
                 load_weight(stage, b, full.address());

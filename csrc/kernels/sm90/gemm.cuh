@@ -9,7 +9,7 @@
  *
  * Roles (384 threads; down_dgrad adds an epilogue warpgroup)
  *   warpgroup 0     producer: warp 3 fetches work tiles; warp 0 loads A and B by TMA, or warps 0-2 gather A
- *                   by cp.async and warp 0 loads B
+ *                   by cp.async and warp 0 loads B (few rows of a quantised weight: the three take turns)
  *   warpgroups 1-2  consumers: wgmma m64n256k16 on 64 rows each, then the epilogue (mma.sync in tiles of at
  *                   most 16 rows of a quantised weight)
  * Pipelines                                    full: arrivals                     empty: arrivals
@@ -110,7 +110,7 @@ __device__ inline void produce(const GemmOf<Config> &p, PlanningShared<Config> &
         fetch_gemm_tiles<Config::CUT_ROWS>(p, s.queue);
     else if constexpr (Config::GATHER)
         load_gather<Config>(p, s);
-    else if (warp == 0)
+    else if (warp < Config::LOAD_WARPS)
         load_tma<Config>(p, s);
 }
 

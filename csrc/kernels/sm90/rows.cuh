@@ -30,8 +30,14 @@ template <class Config>
 __device__ inline void load_rows(const GemmOf<Config> &p, uint32_t dst, uint32_t full, int part, int k,
                                  int rows, const WorkTile &tile) {
     if constexpr (Config::ALL_SWAPPED) {
+#pragma unroll
         for (int i = 0; i < Config::K_TILES;
              i++, dst += Config::K_TILE_BYTES, k += K_TILE<typename Config::Operand>) {
+            if constexpr (Config::Weight::IN_REGISTERS &&
+                          Config::BM == TAIL_ROWS) { /* a loop takes more instructions */
+                cp_async_bulk_tensor_load(dst, &p.tail[part], full, k, tile.first_row);
+                continue;
+            }
             int row = 0;
             if (Config::BM >= SUBTILE)
                 for (; row + SUBTILE <= rows; row += SUBTILE)
@@ -51,6 +57,15 @@ __device__ inline void load_rows(const GemmOf<Config> &p, uint32_t dst, uint32_t
     }
 }
 
+/* Whether a loading warp issues the loads of a stage's weight. Few rows of a quantised weight have small
+ * stages, and warps take turns. */
+template <class Config>
+__device__ inline bool loads_weight(int warp, int stage) {
+    if constexpr (Config::Weight::IN_REGISTERS)
+        if (Config::FEW_ROWS) return stage % Config::LOAD_WARPS == warp;
+    return warp == 0;
+}
+
 /* A warp copies a stage's scales. */
 template <class Config, class Shared>
 __device__ inline void copy_scales(const GemmOf<Config> &p, Shared &s, int stage, int k_tile,
@@ -59,21 +74,24 @@ __device__ inline void copy_scales(const GemmOf<Config> &p, Shared &s, int stage
     s.full[stage].template arrive_after_copies<Config::LOAD_WARPS>();
 }
 
-/* One warp issues the TMA loads of A and B. With reads_before_wait (only a GEMM of one part has it) B of the
- * first stages is in flight while the kernel before this one still writes A. */
+/* LOAD_WARPS warps, which take turns, issue the TMA loads of A and B. With reads_before_wait (only a GEMM of
+ * one part has it) B of the first stages is in flight while the kernel before this one still writes A. */
 template <class Config>
 __device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
     using Weight = typename Config::Weight;
     constexpr int STAGE_K = Config::K_TILES * K_TILE<typename Config::Operand>;
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     bool reads_before_wait = p.tiles.pdl.reads_before_wait;
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
         int rows = rows_of_stage<Config>(tile), num_stages = Weight::num_stages(p, tile), i = 0;
         int bytes = Config::K_TILES * rows * SWIZZLE_BYTES + Weight::bytes(p, tile);
         if (reads_before_wait) {
             int ahead = min(Config::STAGES, num_stages);
-            if (elect_sync()) {
+            if (Config::LOAD_WARPS > 1 && warp > 0) {
+                griddepcontrol_wait();
+            } else if (elect_sync()) {
 #pragma unroll 1
                 for (int stage = 0; stage < ahead; stage++) {
                     s.full[stage].expect(bytes);
@@ -92,7 +110,9 @@ __device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
             for (; i < ahead; i++) pipe.advance();
             reads_before_wait = false;
         }
+#pragma unroll 1
         for (; i < num_stages; i++, pipe.advance()) {
+            if (Config::LOAD_WARPS > 1 && i % Config::LOAD_WARPS != warp) continue;
             auto &stage = s.stage[pipe.index];
             int part = Weight::PARTS > 1 && i >= p.num_k_tiles[0], k_stage = part ? i - p.num_k_tiles[0] : i;
             uint32_t full = s.full[pipe.index].address();
@@ -193,7 +213,7 @@ struct NoScales {
  * before the pointers move on, since a stage's offset is then a constant of the instruction. */
 template <bool HAS_ALL, class Config, class Shared, typename IssueWeight, typename CopyScales = NoScales>
 __device__ __forceinline__ void gather_tile(Shared &s, typename Config::Pipeline &pipe,
-                                            GatherRows<Config> &rows, int num_stages, bool loads_weight,
+                                            GatherRows<Config> &rows, int num_stages, int warp,
                                             IssueWeight issue_weight, CopyScales copy_scales = {}) {
     constexpr int AT_ONCE = HAS_ALL ? Config::STAGES_AT_ONCE : 1;
 #pragma unroll 1
@@ -204,8 +224,9 @@ __device__ __forceinline__ void gather_tile(Shared &s, typename Config::Pipeline
             auto &stage = s.stage[pipe.index];
             auto &full = s.full[pipe.index];
             s.empty[pipe.index].wait(pipe.phase ^ 1);
-            if (loads_weight && elect_sync()) issue_weight(first + i, shared_address(stage.b), full);
-            if (Config::Weight::HAS_SCALES && loads_weight) copy_scales(first + i, shared_address(stage.b));
+            bool is_loading = loads_weight<Config>(warp, first + i);
+            if (is_loading && elect_sync()) issue_weight(first + i, shared_address(stage.b), full);
+            if (Config::Weight::HAS_SCALES && is_loading) copy_scales(first + i, shared_address(stage.b));
             rows.template copy_stage<HAS_ALL>(shared_address(stage.a), i);
             full.template arrive_after_copies<Config::LOAD_WARPS>();
             pipe.advance();
@@ -214,11 +235,11 @@ __device__ __forceinline__ void gather_tile(Shared &s, typename Config::Pipeline
     }
 }
 
-/* Three warps gather A; warp 0 loads B by TMA. */
+/* Three warps gather A, and load B by TMA. */
 template <class Config>
 __device__ inline void load_gather(const GemmOf<Config> &p, Shared<Config> &s) {
     using Weight = typename Config::Weight;
-    bool loads_weight = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     GatherRows<Config> rows;
     bool waits = Config::GATHERS_EARLY && p.tiles.pdl.reads_before_wait; /* for x */
     TileReader<typename Config::Queue> reader(s.queue);
@@ -237,7 +258,7 @@ __device__ inline void load_gather(const GemmOf<Config> &p, Shared<Config> &s) {
         };
         if (waits) {
             int ahead = min(Config::STAGES, Weight::num_stages(p, tile));
-            if (loads_weight && elect_sync())
+            if (warp == 0 && elect_sync())
 #pragma unroll 1
                 for (int i = 0; i < ahead; i++) issue_weight(i, shared_address(s.stage[i].b), s.full[i]);
             __syncwarp();
@@ -251,11 +272,11 @@ __device__ inline void load_gather(const GemmOf<Config> &p, Shared<Config> &s) {
         int num_stages = Weight::num_stages(p, tile);
         if constexpr (Config::STAGES_AT_ONCE > 1) {
             if (tile.num_rows == Config::BM) {
-                gather_tile<true>(s, pipe, rows, num_stages, loads_weight, issue_weight, copy_scales);
+                gather_tile<true>(s, pipe, rows, num_stages, warp, issue_weight, copy_scales);
                 continue;
             }
         }
-        gather_tile<false>(s, pipe, rows, num_stages, loads_weight, issue_weight, copy_scales);
+        gather_tile<false>(s, pipe, rows, num_stages, warp, issue_weight, copy_scales);
     }
 }
 
