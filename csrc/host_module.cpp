@@ -100,6 +100,7 @@ static void def_rules(py::module_ &m) {
     m.def("quantized_tile_rows", fused_moe_quantized_tile_rows);
     m.def("quantized_together", fused_moe_quantized_together);
     m.def("quantized_down_columns", fused_moe_quantized_down_columns);
+    m.def("quantized_down_spreads", fused_moe_quantized_down_spreads);
     m.attr("eight_bit_width") = static_cast<int>(FUSED_MOE_EIGHT_BIT_WIDTH);
     m.attr("eight_bit_most_width") = static_cast<int>(FUSED_MOE_EIGHT_BIT_MOST_WIDTH);
     m.attr("eight_bit_auto_rows") = static_cast<int>(FUSED_MOE_EIGHT_BIT_AUTO_ROWS);

@@ -53,8 +53,9 @@ int launch(void (*kernel)(Params), const Params &p, int64_t grid, int threads, s
 typedef struct {
     int64_t grid;
     int threads, cluster; /* CTAs of a cluster; 1: none */
-    size_t shared;        /* bytes of dynamic shared memory; above 16 KiB the same in every launch */
+    size_t shared;        /* bytes of dynamic shared memory; above 16 KiB the same in every launch, or: */
     FusedMoePdl pdl;
+    size_t most_shared; /* bytes in any launch of the kernel; 0: shared */
 } Launch;
 
 /* Launches a kernel by PDL where sm_90a's code runs: it may start when the CTAs of the kernel before it have
@@ -74,7 +75,8 @@ int launch_dependent(const Params &p, const Launch &how, void *stream) {
     uint64_t bit = 1ull << device % 64;
     /* 48 KiB, with a kernel's static shared memory, need no permission */
     if (error == cudaSuccess && how.shared > 16 * 1024 && !(allowed & bit)) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)how.shared);
+        size_t most = how.most_shared ? how.most_shared : how.shared;
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)most);
         if (error == cudaSuccess) allowed |= bit;
     }
     if (error != cudaSuccess) return cuda_status(error);

@@ -209,6 +209,13 @@ __device__ __forceinline__ void run_tile_fragments(const GemmOf<Config> &p, Shar
     }
 }
 
+/* Whether a consumer has columns of a tile. In tiles of few rows one without them releases the stages;
+ * otherwise it computes, to keep in step, but stores nothing. */
+template <class Config>
+__device__ inline bool has_columns(const WorkTile &tile, int wg) {
+    return !Config::FEW_ROWS || !tile.half_n || Config::SUBTILES * wg < Config::TILES / 2;
+}
+
 /* epilogue.store_swapped<TOKENS>(d, tile, subtile, warp, staging) stores a subtile of a tile: warp w of 4 has
  * 16 rows of the weight. d is wgmma's, and may be changed; staging is the warpgroup's buffer. A lane's two
  * rows are those of QuantizedWeight::row_of: rows lane / 4 and lane / 4 + 8 of the warp's sixteen, or a gate
@@ -220,9 +227,12 @@ __device__ __forceinline__ void consume_fragments(const GemmOf<Config> &p, Share
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next())
-        with_tokens<Config>(tile.num_rows, [&](auto tokens) {
-            run_tile_fragments<Config, tokens.value, Config::GATHER>(p, s, pipe, tile, wg, epilogue);
-        });
+        if (has_columns<Config>(tile, wg))
+            with_tokens<Config>(tile.num_rows, [&](auto tokens) {
+                run_tile_fragments<Config, tokens.value, Config::GATHER>(p, s, pipe, tile, wg, epilogue);
+            });
+        else
+            skip_stages<Config>(p, s, pipe);
 }
 
 /* --- the kernel ----------------------------------------------------------------------------------------- */

@@ -27,11 +27,28 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     int status = set_rows_of_a<T>(gemm, 0, p.a, p.R, 0, p.N[0], p.N[0]);
     if (status == FUSED_MOE_OK) status = set_grouped_mm<Config>(&q, p);
     if (status != FUSED_MOE_OK) return status;
-    set_tiles(gemm, p, Config::BN);
+    bool spreads =
+        Config::FEW_ROWS && fused_moe_quantized_down_spreads(p.R, p.E, p.M, current_device().num_sms);
+    set_tiles(gemm, p, spreads ? Config::BN / 2 : Config::BN);
     TileSource &tiles = gemm.tiles;
     tiles.has_tall = Config::HAS_TALL;
+    tiles.all_are_half_n = spreads;
     tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
-    return launch_persistent<Config, PlanningShared<Config>, quantized_mm_kernel<Config>>(q, stream, p.pdl);
+    using Memory = PlanningShared<Config>;
+    constexpr auto kernel = quantized_mm_kernel<Config>;
+    if constexpr (Config::FEW_ROWS) { /* with more than half of an SM's memory no two CTAs share one */
+        constexpr size_t HALF = SM_SHARED_BYTES / 2;
+        static_assert(sizeof(Memory) <= HALF);
+        Launch how = {num_ctas(spreads ? 1 : Config::CTAS_PER_SM),
+                      Config::THREADS,
+                      1,
+                      spreads ? HALF : sizeof(Memory),
+                      p.pdl,
+                      HALF};
+        return launch_dependent<kernel>(q, how, stream);
+    } else {
+        return launch_persistent<Config, Memory, kernel>(q, stream, p.pdl);
+    }
 }
 
 int run(const FusedMoeGroupedMM &p, void *stream) {
