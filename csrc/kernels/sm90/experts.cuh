@@ -136,6 +136,7 @@ __device__ inline void fetch_experts_tiles(const Experts<Kind> &p, ExpertsShared
         tile.is_down = index >= num_up;
         if (tile.is_down) {
             set(down, index - num_up, tile);
+            if (p.down_columns < Config::Down::BN) tile.half_n = 1;
             tile.a_is_there = ld_acquire_gpu(&p.stored_a[tile.expert]) >= (uint32_t)tile.a_rows;
         } else {
             set(up, index, tile);
@@ -372,7 +373,6 @@ int launch_experts(Experts<Kind> &q, const FusedMoeExperts &p, int down_columns,
     down.num_k_tiles[0] = (int32_t)ceil_div(d.N[0], Config::K_TILES * K_TILE<typename Config::Operand>);
     down.tiles = tile_source(d.offs, d.schedule, d.R, d.E, d.M, down_columns, nullptr);
     down.tiles.last_is_half_n = down_columns > SUBTILE && (d.M - 1) % down_columns < down_columns / 2;
-    down.tiles.all_are_half_n = down_columns < Config::Down::BN;
     q.down_columns = down_columns;
     /* as the plan has them: of other tiles some would never be stored, and be waited for */
     q.up.gemm.tiles.order.tile_rows = down.tiles.order.tile_rows = Config::BM;

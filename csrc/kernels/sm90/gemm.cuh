@@ -9,7 +9,7 @@
  *
  * Roles (384 threads; down_dgrad adds an epilogue warpgroup)
  *   warpgroup 0     producer: warp 3 fetches work tiles; warp 0 loads A and B by TMA, or warps 0-2 gather A
- *                   by cp.async and warp 0 loads B (few rows of a quantised weight: the three take turns)
+ *                   by cp.async and warp 0 loads B (few rows of int4: the three take turns)
  *   warpgroups 1-2  consumers: wgmma m64n256k16 on 64 rows each, then the epilogue (mma.sync in tiles of at
  *                   most 16 rows of a quantised weight)
  * Pipelines                                    full: arrivals                     empty: arrivals
@@ -209,11 +209,12 @@ __device__ __forceinline__ void run_tile_fragments(const GemmOf<Config> &p, Shar
     }
 }
 
-/* Whether a consumer has columns of a tile. In tiles of few rows one without them releases the stages;
- * otherwise it computes, to keep in step, but stores nothing. */
+/* Whether a consumer only releases the stages of a tile of few rows, whose columns others have. Elsewhere it
+ * computes, to keep in step, and stores nothing; up_gate has no such tiles. */
 template <class Config>
-__device__ inline bool has_columns(const WorkTile &tile, int wg) {
-    return !Config::FEW_ROWS || !tile.half_n || Config::SUBTILES * wg < Config::TILES / 2;
+__device__ inline bool skips(const GemmOf<Config> &p, const WorkTile &tile, int wg) {
+    return Config::FEW_ROWS && !Config::GATHER && (tile.half_n || p.tiles.all_are_half_n) &&
+           Config::SUBTILES * wg >= Config::TILES / 2;
 }
 
 /* epilogue.store_swapped<TOKENS>(d, tile, subtile, warp, staging) stores a subtile of a tile: warp w of 4 has
@@ -227,12 +228,12 @@ __device__ __forceinline__ void consume_fragments(const GemmOf<Config> &p, Share
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next())
-        if (has_columns<Config>(tile, wg))
+        if (skips<Config>(p, tile, wg))
+            skip_stages<Config>(p, s, pipe);
+        else
             with_tokens<Config>(tile.num_rows, [&](auto tokens) {
                 run_tile_fragments<Config, tokens.value, Config::GATHER>(p, s, pipe, tile, wg, epilogue);
             });
-        else
-            skip_stages<Config>(p, s, pipe);
 }
 
 /* --- the kernel ----------------------------------------------------------------------------------------- */

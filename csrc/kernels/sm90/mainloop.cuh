@@ -366,8 +366,7 @@ __device__ __forceinline__ void run_mainloop_fragments(float *d, const GemmOf<Co
             codes.load(b, offsets[i]);
             if constexpr (HAS_QUICK) { /* the MMAs are in both branches, so unpacking runs beside them */
                 QuickFactors<Dequantizer, Config::K_TILES> quick;
-                quick.load(b, offsets[i], p.weight.scales);
-                if (quick.make(p.weight.scales)) {
+                if (quick.load_and_make(b, offsets[i], p.weight.scales)) {
                     codes.make_quick_fragments(a[i], quick);
                     multiply_by_warp<Config, TOKENS>(d + TOKENS / 2 * i, a[i], rows, lane_rows);
                     continue;

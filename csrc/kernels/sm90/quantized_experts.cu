@@ -29,7 +29,7 @@ struct Quantized {
     }
 
     __device__ static bool has_columns(const ExpertsTile &tile, int wg) {
-        return sm90::has_columns<Config>(tile, wg);
+        return !tile.half_n || WARP_SUBTILES * wg < Config::TILES / 2;
     }
 
     class Compute {
@@ -53,10 +53,8 @@ struct Quantized {
             run<true>(p.up.gemm, tile, QuantizedUpGateEpilogue<Config, false>{p.up});
         }
         __device__ void down(const ExpertsTile &tile) {
-            if (has_columns(tile, wg))
-                run<false>(p.down.gemm, tile, QuantizedMMEpilogue<Config>{p.down});
-            else
-                skip_stages<Config>(p.down.gemm, s, pipe);
+            if (!has_columns(tile, wg)) return skip_stages<Config>(p.down.gemm, s, pipe);
+            run<false>(p.down.gemm, tile, QuantizedMMEpilogue<Config>{p.down});
         }
     };
 };

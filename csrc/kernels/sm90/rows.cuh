@@ -57,12 +57,13 @@ __device__ inline void load_rows(const GemmOf<Config> &p, uint32_t dst, uint32_t
     }
 }
 
-/* Whether a loading warp issues the loads of a stage's weight. Few rows of a quantised weight have small
- * stages, and warps take turns. */
+/* Whether a gathering warp issues the loads of a stage's weight. For few rows of int4, whose stages are small,
+ * the warps take turns. */
 template <class Config>
 __device__ inline bool loads_weight(int warp, int stage) {
     if constexpr (Config::Weight::IN_REGISTERS)
-        if (Config::FEW_ROWS) return stage % Config::LOAD_WARPS == warp;
+        if (Config::FEW_ROWS && Config::Weight::Dequantizer::CODE == Code::INT4)
+            return stage % Config::LOAD_WARPS == warp;
     return warp == 0;
 }
 
@@ -85,6 +86,7 @@ __device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     bool reads_before_wait = p.tiles.pdl.reads_before_wait;
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
+        if constexpr (Weight::IN_REGISTERS) tile.half_n |= p.tiles.all_are_half_n;
         int rows = rows_of_stage<Config>(tile), num_stages = Weight::num_stages(p, tile), i = 0;
         int bytes = Config::K_TILES * rows * SWIZZLE_BYTES + Weight::bytes(p, tile);
         if (reads_before_wait) {

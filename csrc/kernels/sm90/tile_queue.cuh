@@ -44,7 +44,7 @@ typedef struct {
     int32_t E;
     int32_t tile_n;          /* output columns of an N tile                            */
     bool last_is_half_n;     /* the last N tile has at most half of them               */
-    bool all_are_half_n;     /* tile_n is half of what a tile could have               */
+    bool all_are_half_n;     /* few rows of quantized_mm: tile_n is half of Config::BN */
     bool swaps_skinny;       /* skinny experts are computed with swapped operands      */
     bool has_tall;           /* pairs of row tiles become tall tiles                   */
     FusedMoePdl pdl;         /* plan or ids and B are what it may read before the wait */
@@ -250,8 +250,7 @@ __device__ inline void set_tile(const TileSource &source, const FusedMoeWorkTile
     tile.first_row = work.first_row;
     tile.num_rows = tile.skinny ? min(work.num_rows, FUSED_MOE_SKINNY_ROWS) : work.num_rows;
     tile.first_column = work.n_tile * source.tile_n + (work.n_half == 2) * source.tile_n / 2;
-    tile.half_n = work.n_half || source.all_are_half_n ||
-                  (source.last_is_half_n && work.n_tile == source.order.num_n_tiles - 1);
+    tile.half_n = work.n_half || (source.last_is_half_n && work.n_tile == source.order.num_n_tiles - 1);
 }
 
 /* --- the fetching warp of a GEMM that makes the plan itself: ../../slot_plan.h on the device ------------ */

@@ -234,6 +234,19 @@ struct QuickFactors {
         return __all_sync(~0u, fits);
     }
 
+    /* Both at once, which takes fewer registers. */
+    __device__ bool load_and_make(uint32_t stage, const LaneOffsets &offsets, const Scales &s) {
+        bool fits = !Dequantizer::HAS_ZEROS || !s.has_zeros;
+#pragma unroll
+        for (int k_tile = 0; k_tile < SETS; k_tile++)
+            Rows::for_each(stage, offsets, k_tile, s, [&](int row, int i, uint32_t scale, uint32_t) {
+                QuickFactor &f = factor[k_tile][row][i];
+                f.scale = Dequantizer::scale_bits(scale);
+                fits &= Dequantizer::quick_factor(f);
+            });
+        return __all_sync(~0u, fits);
+    }
+
     __device__ const QuickFactor &get(int k_tile, int row, int step) const {
         return factor[k_tile % SETS][row][step / 2 % Rows::GROUPS];
     }
