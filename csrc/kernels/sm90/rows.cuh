@@ -114,7 +114,8 @@ __device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
         }
 #pragma unroll 1
         for (; i < num_stages; i++, pipe.advance()) {
-            if (Config::LOAD_WARPS > 1 && i % Config::LOAD_WARPS != warp) continue;
+            /* A stage has one loading warp: the phase of another warp's stage could change twice unseen. */
+            if (Config::LOAD_WARPS > 1 && pipe.index % Config::LOAD_WARPS != warp) continue;
             auto &stage = s.stage[pipe.index];
             int part = Weight::PARTS > 1 && i >= p.num_k_tiles[0], k_stage = part ? i - p.num_k_tiles[0] : i;
             uint32_t full = s.full[pipe.index].address();
