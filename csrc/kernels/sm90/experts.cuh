@@ -169,7 +169,8 @@ __device__ inline uint32_t claim_first(const Experts<Kind> &p) {
     return atomicAdd(&progress.claimed, 1u);
 }
 
-/* The three warps that load a tile: all gather rows of x or a, and load weights by TMA. */
+/* The three warps that load a tile: all gather rows of x or a, and those of loads_weight() load
+ * weights by TMA. */
 template <class Kind>
 class Loader {
     using Config = typename Kind::Config;

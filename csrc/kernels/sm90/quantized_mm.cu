@@ -38,7 +38,7 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     constexpr auto kernel = quantized_mm_kernel<Config>;
     if constexpr (Config::FEW_ROWS) { /* with more than half of an SM's memory no two CTAs share one */
         constexpr size_t HALF = SM_SHARED_BYTES / 2;
-        static_assert(sizeof(Memory) <= HALF);
+        static_assert(Config::CTAS_PER_SM * (sizeof(Memory) + CTA_SHARED_BYTES) <= SM_SHARED_BYTES);
         Launch how = {num_ctas(spreads ? 1 : Config::CTAS_PER_SM),
                       Config::THREADS,
                       1,

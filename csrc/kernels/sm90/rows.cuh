@@ -18,6 +18,7 @@ constexpr int TAIL_ROWS = 16;
 /* Rows of A that a stage loads: all, or those that a swapped tile's wgmma reads, in boxes of TAIL_ROWS. */
 template <class Config>
 __device__ inline int rows_of_stage(const WorkTile &tile) {
+    if (Config::BM == TAIL_ROWS) return TAIL_ROWS; /* of a wrong plan's tile without rows, too */
     if (Config::ALL_SWAPPED) return (tile.num_rows + TAIL_ROWS - 1) / TAIL_ROWS * TAIL_ROWS;
     return tile.skinny ? max(first_of(typename Config::Tokens(), tile.num_rows), TAIL_ROWS)
                        : FUSED_MOE_TILE_ROWS;
@@ -238,7 +239,7 @@ __device__ __forceinline__ void gather_tile(Shared &s, typename Config::Pipeline
     }
 }
 
-/* Three warps gather A, and load B by TMA. */
+/* Three warps gather A, and those of loads_weight() load B by TMA. */
 template <class Config>
 __device__ inline void load_gather(const GemmOf<Config> &p, Shared<Config> &s) {
     using Weight = typename Config::Weight;
