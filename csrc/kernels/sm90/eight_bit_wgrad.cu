@@ -175,10 +175,13 @@ __global__ void __launch_bounds__(EightBitWgradConfig::THREADS, 1)
         if (warp == 3) {
             uint32_t num_tiles =
                 fused_moe_num_wgrad_tiles(p.tiles.schedule, p.tiles.E, (int32_t)p.tiles.R, &p.order);
-            fetch_tiles<0>(
+            fetch_tiles(
                 p.tiles, s.queue, num_tiles,
-                [&](uint32_t index, EightBitWgradTile &tile) { return decode_tile(p, index, tile); },
-                [](const EightBitWgradTile &, int) { return 0; }, [](EightBitWgradTile &) {},
+                [&](uint32_t index, auto publish) {
+                    EightBitWgradTile tile = {-1};
+                    if (index >= num_tiles || decode_tile(p, index, tile)) publish(tile);
+                },
+                [](const EightBitWgradTile &, int) { return 0; },
                 [](const EightBitWgradTile &tile) { return tile.num_blocks >= LONG_TILE / FUSED_MOE_BLOCK; });
         } else if (warp == 0) {
             load_columns(p, s);

@@ -217,28 +217,27 @@ __device__ inline void for_each_part(Tile tile, Fn fn) {
     fn(tile);
 }
 
-/* Fetches tiles until there are none. decode(index, tile) fills a tile and returns whether it is to be
- * computed. prepare(tile) runs before the tile is published. A tile is published in for_each_part's parts.
- * After a long tile the next one is fetched when the queue has room for it, not earlier: next_tile() claims
- * one tile ahead, and until then an idle CTA may steal that one. */
-template <int CUT_ROWS, class Queue, typename Decode, typename TokenOf, typename Prepare, typename IsLong>
-__device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint32_t num_tiles, Decode decode,
-                                   TokenOf token_of, Prepare prepare, IsLong is_long) {
+/* Fetches tiles until there are none. A claim is of one tile or of several. publish_tiles(claim, publish) calls
+ * publish(tile) with each of them, or with their parts, and after the last claim with {-1}. After a long tile
+ * the next one is fetched when the queue has room for it, not earlier: next_tile() claims ahead, and until
+ * then an idle CTA may steal that claim. */
+template <class Queue, typename PublishTiles, typename TokenOf, typename IsLong>
+__device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint32_t num_claims,
+                                   PublishTiles publish_tiles, TokenOf token_of, IsLong is_long) {
     uint32_t cta = blockIdx.x, ctas = gridDim.x;
     FusedMoeTileScheduler scheduler =
-        fused_moe_tile_scheduler(source.counters + CLAIMED, num_tiles, cta, ctas, source.assignment);
-    /* A CTA that starts early takes its own first tile, and others not before all CTAs can start. */
-    bool may_take = !source.pdl.reads_before_wait || cta < num_tiles;
+        fused_moe_tile_scheduler(source.counters + CLAIMED, num_claims, cta, ctas, source.assignment);
+    /* A CTA that starts early takes its own first claim, and others not before all CTAs can start. */
+    bool may_take = !source.pdl.reads_before_wait || cta < num_claims;
     TileWriter<Queue> writer(queue);
-    for (bool has_tile = true; has_tile; may_take = !source.pdl.reads_before_wait) {
+    for (bool has_tiles = true; has_tiles; may_take = !source.pdl.reads_before_wait) {
         if (!may_take) griddepcontrol_wait();
-        uint32_t index = fused_moe_next_tile(&scheduler);
-        has_tile = index < num_tiles;
-        typename Queue::Tile tile = {-1};
-        if (has_tile && !decode(index, tile)) continue;
-        if (has_tile) prepare(tile);
-        for_each_part<CUT_ROWS>(tile, [&](auto &part) { writer.publish(part, token_of); });
-        if (has_tile && is_long(tile)) writer.wait_for_room();
+        uint32_t claim = fused_moe_next_tile(&scheduler);
+        has_tiles = claim < num_claims;
+        publish_tiles(claim, [&](const typename Queue::Tile &tile) {
+            writer.publish(tile, token_of);
+            if (is_long(tile)) writer.wait_for_room();
+        });
     }
     if (scheduler.claims) reset_claims(source);
 }
@@ -281,18 +280,18 @@ __device__ inline void fetch_slot_tiles(const TileSource &source, const FusedMoe
                                         FusedMoeSlotPlan &plan, Queue &queue) {
     make_slot_plan(unplanned, plan);
     if (unplanned.counts && blockIdx.x == gridDim.x - 1) write_slot_plan(unplanned, plan);
-    auto decode = [&](uint32_t index, WorkTile &tile) {
-        set_tile(source, fused_moe_slot_tile(&plan, &source.order, index), tile);
-        return true;
+    uint32_t num_tiles = fused_moe_num_slot_tiles(&plan, &source.order);
+    auto publish_tiles = [&](uint32_t index, auto publish) {
+        WorkTile tile = {-1};
+        if (index < num_tiles) set_tile(source, fused_moe_slot_tile(&plan, &source.order, index), tile);
+        for_each_part<CUT_ROWS>(tile, publish);
     };
     auto token_of = [&](const WorkTile &tile, int i) {
         if (tile.expert < 0 || i >= tile.num_rows) return 0; /* nothing is read */
         return fused_moe_slot_of_row(&plan, tile.first_row + i) / unplanned.K;
     };
-    auto prepare = [](WorkTile &) {};
     auto is_long = [](const WorkTile &) { return false; };
-    fetch_tiles<CUT_ROWS>(source, queue, fused_moe_num_slot_tiles(&plan, &source.order), decode, token_of,
-                          prepare, is_long);
+    fetch_tiles(source, queue, num_tiles, publish_tiles, token_of, is_long);
 }
 
 /* --- rows that no tile covers --------------------------------------------------------------------------- */

@@ -68,22 +68,17 @@ __device__ inline WgradTile tile_of(const Wgrad &p, const FusedMoeWgradTile &wor
 }
 
 /* The fetching warp. If a tile has few rows, looking up its expert and building the expert's maps takes
- * longer than computing it, so consecutive tiles are claimed at once. After a long tile the next one is
- * fetched when the queue has room for it (fetch_tiles). */
+ * longer than computing it, so consecutive tiles are claimed at once. */
 template <class Queue>
 __device__ inline void fetch_wgrad_tiles(const Wgrad &p, Queue &queue) {
     const TileSource &source = p.tiles;
     const FusedMoeWgradOrder &order = p.wgrad_order;
     uint32_t num_tiles = fused_moe_num_wgrad_tiles(source.schedule, source.E, (int32_t)source.R, &order);
     uint32_t at_once = p.tiles_at_once, num_claims = (num_tiles + at_once - 1) / at_once;
-    FusedMoeTileScheduler scheduler = fused_moe_tile_scheduler(source.counters + CLAIMED, num_claims,
-                                                               blockIdx.x, gridDim.x, source.assignment);
-    TileWriter<Queue> writer(queue);
-    auto token_of = [](const WgradTile &, int) { return 0; };
     FusedMoeWgradTile work = {};
     int expert = -1, slot = 0;
-    uint32_t claim;
-    while ((claim = fused_moe_next_tile(&scheduler)) < num_claims) {
+    auto publish_tiles = [&](uint32_t claim, auto publish) {
+        if (claim >= num_claims) return publish({-1});
         uint32_t first = claim * at_once, end = min(first + at_once, num_tiles);
         for (uint32_t i = first; i < end; i++) {
             if (i > first && work.weight_tile + 1 < order.weight_tiles)
@@ -99,12 +94,12 @@ __device__ inline void fetch_wgrad_tiles(const Wgrad &p, Queue &queue) {
             }
             WgradTile tile = tile_of(p, work);
             tile.map_slot = slot;
-            writer.publish(tile, token_of);
-            if (tile.num_rows >= LONG_TILE) writer.wait_for_room();
+            publish(tile);
         }
-    }
-    writer.publish({-1}, token_of);
-    if (scheduler.claims) reset_claims(source);
+    };
+    auto token_of = [](const WgradTile &, int) { return 0; };
+    auto is_long = [](const WgradTile &tile) { return tile.num_rows >= LONG_TILE; };
+    fetch_tiles(source, queue, num_claims, publish_tiles, token_of, is_long);
 }
 
 template <class Config, class Epilogue>
