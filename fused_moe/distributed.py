@@ -224,6 +224,9 @@ class ExpertParallel(ParallelStyle):
 class ParallelExperts(Counting, Experts):
     """The experts of a layer after `ExpertParallel`: this rank holds E/N of them, as DTensors.
 
+    Hooks see the arguments x, scores and ids, and the routed experts' output. While there are some, shared
+    experts do not overlap with the exchange.
+
     Attributes:
         dropped_rows: () int64, rows dropped by this rank since it was last zeroed.
 

@@ -571,7 +571,8 @@ def fused_experts(
             float64. A backward that is itself recorded (create_graph=True, torch.func.grad) raises. Under
             torch.compile each forward's backward must run before the next forward; otherwise autograd
             raises, because a main_grad was modified in place. Before PyTorch 2.13 main_grads are not
-            compiled: fullgraph=True raises.
+            compiled: fullgraph=True raises. Under compiled autograd a backward may use each weight once:
+            PyTorch fails to add two undefined gradients there.
         expert_map: as that of `route_plan`, where the weights are those of some of E_global experts.
         max_rows: the most slots that get a row, and the number of rows that memory is allocated for, in calls
             where many slots are remote and the host does not know how many. The slots past it, the last ones

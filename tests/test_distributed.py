@@ -30,10 +30,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fused_moe
-from fused_moe import FusedMoE, QuantizedWeight, add_lora, exchange, quantize, reference
+from fused_moe import FusedMoE, QuantizedWeight, add_lora, exchange, paths, quantize, reference
 from fused_moe.checkpoint import blocks, load_layer, to_hf
 from fused_moe.distributed import ExpertParallel
 from fused_moe.quantized import sharding, tiles
@@ -682,6 +683,71 @@ def test_exact_exchanges_run_beside_other_work(workers, cpu, options):
         shared, dx, dw = places(backward, "experts_up_backward")
         assert dout < shared < backward.index("wait_tensor") < dx < drows < dw
         assert dw < backward.index("wait_tensor", drows)
+
+
+HOOKS = {
+    "before": lambda experts, note: experts.register_forward_pre_hook(lambda _, args: note(args)),
+    "after": lambda experts, note: experts.register_forward_hook(lambda _, args, out: note((*args, *out))),
+    "of all modules": lambda experts, note: register_module_forward_hook(
+        lambda module, args, out: note((*args, *out)) if module is experts else None
+    ),
+    "of backward": lambda experts, note: experts.register_full_backward_hook(
+        lambda _, dx, dout: note((*dx, *dout))
+    ),
+}
+
+
+def steps_with_hooks(rank, device, options):
+    """A layer's step without a hook; for each kind of hook the step with one, what that sees, and what it
+    sees if there are no shared experts."""
+    layer = new_layer(device)
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel(**options))
+    x, dout = new_signals(device)
+
+    def step_of(layer):
+        layer.zero_grad()
+        own = x.clone().requires_grad_()
+        out = layer(own)
+        out.backward(dout)
+        return [out.detach(), own.grad, *(whole(p.grad) for p in layer.parameters())]
+
+    expected, found = step_of(layer), {}
+    shared = layer.shared_experts
+    for kind, register in HOOKS.items():
+        seen = []
+        with register(layer.experts, lambda tensors, seen=seen: seen.append(tensors)):
+            step = step_of(layer)
+            layer.shared_experts = None
+            step_of(layer)
+            layer.shared_experts = shared
+        found[kind] = step, *seen
+    return expected, found
+
+
+@exact_alone
+def test_hooks_on_experts_see_no_shared_experts(workers, device, options):
+    for expected, found in workers(steps_with_hooks, options):
+        for kind, (step, seen, alone) in found.items():
+            for a, b in zip(step, expected, strict=True):
+                torch.testing.assert_close(a, b, msg=kind)
+            assert len(seen) == len(alone), kind
+            for a, b in zip(seen, alone, strict=True):
+                assert a is b is None or torch.equal(a, b), kind
+
+
+def hooks_of_others(rank, device):
+    """Whether experts add shared experts: beside the hooks of `fully_shard`, and beside a user's."""
+    mesh = init_device_mesh(device.type, (1, RANKS), mesh_dim_names=("dp", "ep"))
+    experts = parallelize_module(new_layer(device), mesh["ep"], ExpertParallel()).experts
+    fully_shard(experts, mesh=mesh["dp"])
+    found = [paths.adds_shared(experts)]
+    with experts.register_forward_hook(partial(breaks)):
+        found.append(paths.adds_shared(experts))
+    return [*found, paths.adds_shared(experts)]
+
+
+def test_hooks_of_fully_shard_keep_the_overlap(workers):
+    assert workers(hooks_of_others) == [[True, False, True]] * RANKS
 
 
 def exchanges_for_scores(rank, device, options):

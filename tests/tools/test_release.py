@@ -1,4 +1,4 @@
-"""The workflow that publishes: its shell steps run here, and its actions are pinned. The conda recipe."""
+"""The workflow that publishes, its shell steps and .ci/run's functions; pinned actions; the conda recipe."""
 
 import os
 import re
@@ -53,6 +53,35 @@ def test_the_wheel_is_checked_by_functions_of_ci():
     for name in called:
         run = subprocess.run(["bash", "-c", f"source .ci/run; declare -F {name}"], cwd=ROOT)
         assert run.returncode == 0, name
+
+
+def sourced(commands: str) -> subprocess.CompletedProcess:
+    """The commands among the functions of .ci/run. Waits for every process that has their output."""
+    command = ["bash", "-c", f"source .ci/run\n{commands}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_the_wheel_is_of_the_machine():
+    run = sourced("uname() { echo some_arch; }; make() { :; }; build_wheel")
+    assert run.returncode == 1
+    assert f"expected dist/fused_moe-{VERSION}-py3-none-manylinux_2_28_some_arch.whl, found" in run.stdout
+
+
+def test_a_step_that_fails_ends_the_downloads():
+    """With their own processes, which would write into a folder that is gone."""
+    run = sourced("""
+        exec 3>&2
+        queue() { :; }
+        overlay() { :; }
+        environments() { touch "$work/started" && sleep 600 2>&3; }
+        make() {
+            until [ -e "$work/started" ]; do sleep 0.1; done
+            echo "work: $work"
+            return 1
+        }
+        run""")
+    assert run.returncode == 1 and "build, warnings are errors" in run.stdout
+    assert not Path(re.search("^work: (.*)", run.stdout, re.M)[1]).exists()
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
