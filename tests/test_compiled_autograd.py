@@ -103,29 +103,6 @@ def test_an_output_that_is_not_used(device):
         assert not found[name].any() if grad is None else torch.equal(grad, found[name]), name
 
 
-class Undefined(torch.autograd.Function):
-    """x, whose gradient goes on, and that of the weight is undefined: as of one that has a main_grad."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dout):
-        return dout, None
-
-
-@pytest.mark.xfail(raises=torch._dynamo.exc.Unsupported, reason="PyTorch adds None to None", strict=False)
-def test_two_undefined_gradients(cpu):
-    """Once it passes, a backward pass may use a weight with a main_grad twice: see `fused_experts`."""
-    x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    out = Undefined.apply(Undefined.apply(x, weight), weight)
-    torch._dynamo.reset()
-    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
-        out.sum().backward()
-    assert x.grad.all() and weight.grad is None
-
-
 @torch._dynamo.config.patch(compiled_autograd=True)
 def test_setting_of_dynamo(device):
     """torch.compile of a training step whose layer stays eager."""
