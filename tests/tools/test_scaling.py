@@ -153,6 +153,19 @@ def test_what_must_grow_or_fall(model, layer):
     )
 
 
+def test_the_first_exchange_hides_launches(model, layer):
+    """The host launches the experts after it has waited for sizes; the GPU has only an exchange then."""
+    links = model.Links()
+    for ranks in (2, 4, 8):
+        dispatch = model.exchange_us(layer, ranks, model.RANK, model.reach(layer, ranks, 1), links)
+        waits = model.step(layer, ranks, ranks).time - model.step(layer, ranks, ranks, waits=False).time
+        assert waits == pytest.approx(links.host_us + max(0, links.launch_us - dispatch))
+        assert (dispatch < links.launch_us) == (ranks < 8)
+    quick = links._replace(launch_us=0)
+    assert model.step(layer, 2, 2, links=quick).time < model.step(layer, 2, 2).time - 500
+    assert model.step(layer, 8, 1).time == model.step(layer, 8, 1, links=quick).time
+
+
 # --- page and picture ---------------------------------------------------------------------------------
 
 
