@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as functional
 from cases import BF16, F32, Calls
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
@@ -95,6 +96,7 @@ if HAS_OVERRIDES:
     from torchtitan.models.common.attention import FlexAttention
     from torchtitan.models.common.moe import GroupedExperts, MoE
     from torchtitan.models.common.moe_sharding import set_moe_sharding_config
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
     from torchtitan.models.deepseek_v3 import config_registry, parallelize
     from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, GptOssMoE, ScaleBiasForward
     from torchtitan.models.gpt_oss.moe import swiglu as clamped_swiglu
@@ -120,6 +122,13 @@ if HAS_OVERRIDES:
         @dataclass(kw_only=True, slots=True)
         class Config(Module.Config):
             node: object
+
+    class OtherDispatcher(AllToAllTokenDispatcher):
+        """As a dispatcher that changes torchtitan's derives from it."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(AllToAllTokenDispatcher.Config):
+            pass
 
     def overridden(config, *names):
         """The config after `--override.imports` of ours."""
@@ -1005,6 +1014,7 @@ def train(fused, ep, compiled):
             result["losses"].append(loss.item())
     if not compiled:
         result["counts"] = {name: len(calls.of(name)) for name in OURS}
+        result["exchanges"] = sum(name.endswith("::all_to_all_single") for name, *_ in calls.calls)
     return result
 
 
@@ -1134,13 +1144,18 @@ OURS = ("route", "permute", "unpermute", "experts_down")  # the operators that t
 
 def parallel_layer(fusion, backend, tp, ep, mode=None):
     """A rank's results of a layer of 0.3.0, how often it called our operators, and how often torchtitan's
-    sort and sum; with a mode of activation checkpointing."""
+    sort and sum; with a mode of activation checkpointing, or one of KEPT."""
     how = BACKENDS[backend]
     config = layer_config(**FLAVORS["deepseek_v3"] | SAME_K, hidden_dim=SHARDED_F)
+    if mode == "other dispatcher":
+        dispatcher = config.routed_experts.token_dispatcher
+        config.routed_experts.token_dispatcher = derive(dispatcher, OtherDispatcher.Config)
     model, dims, context = parallel_model(config, fusion, EXPERTS_LAYOUT, tp, ep, **how)
     sp = how.get("sp", True)
-    if mode:
+    if mode in ("full", "selective"):
         checkpointed(model, mode)
+    elif mode == "wrapped experts":
+        model.moe.routed_experts.inner_experts = checkpoint_wrapper(experts_of(model))
     with Calls() as calls:
         found = run_part(model, list(model.parameters()), context, partial(shared, dims=dims, sp=sp), sp)
     theirs = ("aten::argsort.stable", "aten::sort.stable", "torchtitan::deterministic_scatter_add")
@@ -1164,6 +1179,7 @@ def replayed_layer():
         return routes[0], recorded, results()
 
 
+KEPT = ("other dispatcher", "wrapped experts")  # whose exchange is torchtitan's
 RECOMPUTED = [(ep, mode) for ep in (1, 2) for mode in ("full", "selective")]
 OF_FOUR = ("default", 2, 4)  # the experts over all ranks, the tokens over pairs
 
@@ -1240,6 +1256,7 @@ def worker(rank, rendezvous, results):
         spmd.set_dist(UnequalParts())
         runs = [(fusion, *layer) for layer in LAYERS for fusion in (None, *FUSIONS)]
         runs += [("fused_moe", "checked", 1, ep, mode) for ep, mode in RECOMPUTED]
+        runs += [("fused_moe", "default", 1, 2, mode) for mode in KEPT]
         found["layers"] = every_rank({run: parallel_layer(*run) for run in runs})
         found["replayed"] = every_rank(replayed_layer())
     found |= {(fused, *run): train(fused, *run) for run in TRAININGS for fused in (False, True)}
@@ -1305,6 +1322,9 @@ def check_training(stock, ours, ep, compiled=False):
     assert counts["route"] == counts["experts_down"] == (2 if HAS_OVERRIDES else 4)
     for name in ("permute", "unpermute"):
         assert (counts[name] > 0) == (ep == 2)  # on a single rank they are parts of the experts' GEMMs
+    if HAS_OVERRIDES:
+        # A step exchanges sizes, scores with ids, x and y, and three gradients. None is repeated.
+        assert ours["exchanges"] == (2 * 7 if ep == 2 else 0)
     assert not any(stock["counts"].values())
 
 
@@ -1326,12 +1346,13 @@ def check_layers(layers, fusion, backend, tp, ep):
             assert (value - other).norm() <= 3e-2 * other.norm(), rank
         assert theirs["theirs"] > 0 and not any(theirs[name] for name in OURS)
         is_dtensor = backend == "full_dtensor" or (backend == "partial_dtensor" and tp == 2)
-        sorts = fusion != "fused_experts"
-        exchanges = sorts and ep > 1
+        sorts, routes = fusion != "fused_experts", fusion == "fused_moe" and not is_dtensor
+        # Our exchange moves x and scores with ids, there and back; torchtitan's moves x.
+        moves = (3, 3) if routes and tp == 1 else (1, 2) if sorts else (0, 0)
         assert counts == {
-            "route": fusion == "fused_moe" and not is_dtensor,
-            "permute": exchanges,
-            "unpermute": 2 * exchanges,  # forward, and of the gradient of permute
+            "route": routes,
+            "permute": moves[0] if ep > 1 else 0,
+            "unpermute": moves[1] if ep > 1 else 0,
             "experts_down": 1,
             "theirs": 0 if sorts else theirs["theirs"],
         }
@@ -1347,6 +1368,17 @@ def test_checked_recomputation(trained, ep, mode):
         assert counts["route"] == counts["experts_down"] == (2 if mode == "full" else 1)
         for value, other in zip(found, expected, strict=True):
             assert torch.equal(value, other)
+
+
+@pytest.mark.skipif(not HAS_OVERRIDES, reason="for torchtitan 0.3.0 and later, which has dispatchers")
+@pytest.mark.parametrize("mode", KEPT)
+def test_torchtitans_exchange(trained, mode):
+    """A dispatcher of its own class, and experts in a checkpoint's wrapper, keep it."""
+    for runs in trained["layers"]:
+        (found, counts), (expected, _) = runs["fused_moe", "default", 1, 2, mode], runs[None, "default", 1, 2]
+        assert counts["permute"] == (mode == "wrapped experts")  # ours takes three
+        for value, other in zip(found, expected, strict=True):
+            assert (value - other).norm() <= 3e-2 * other.norm()
 
 
 @pytest.mark.skipif(not HAS_OVERRIDES, reason="for torchtitan 0.3.0 and later; 0.2.x routes as on one rank")
@@ -1453,6 +1485,6 @@ def test_parallel_fp8(trained, tp, ep):
     )
     assert (calls, fp8_calls) == (0, 1)
     # Ids and scores go along where a token is sent once for each rank: in the exchange that is ours.
-    assert (2 * SAME_K["top_k"] in widths) == (ep > 1 and not HAS_OVERRIDES)
+    assert (2 * SAME_K["top_k"] in widths) == (ep > 1)
     for value, other in zip(ours, usual, strict=True):
         assert 0.01 * other.norm() < (value - other).norm() < 0.1 * other.norm()

@@ -20,14 +20,13 @@ from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
-from ..exact import exchanged_experts
-from ..exchange import Ranks
 from ..expert_bias import KeepsExpertBias
 from ..fp8_layers import why_not
 from ..fp8_training import Fp8Training, TrainsFp8
 from ..ops import reshaped
 from .layer import (
     SAVED_OPS,
+    Exchanged,
     Routing,
     changes_nothing,
     check_no_tape,
@@ -54,14 +53,6 @@ except ImportError:  # before 0.2.2
     GptOssGroupedExperts = _NoExperts
 
 
-class Exchanged:
-    """What tokens take to the experts of other ranks, in place of their numbers. A class of its own, in which
-    FSDP's mixed precision finds no tensor to cast."""
-
-    def __init__(self, routing: Routing, shared: Callable[[], Tensor] | None):
-        self.routing, self.shared = routing, shared
-
-
 class FusedExperts(TrainsFp8):
     """Experts behind any dispatcher. EP and TP hook their forward as before.
 
@@ -79,26 +70,11 @@ class FusedExperts(TrainsFp8):
         self, x: Tensor, num_tokens_per_expert: Tensor | Exchanged, routing: Routing | None = None
     ) -> Tensor | tuple[Tensor]:
         """x (R, D) rows grouped by expert, or (T, D) tokens with a routing -> the same shape; with Exchanged
-        in a tuple, with what its `shared` computes added."""
+        in a tuple."""
         # The stock layer's for-loop computes in x's dtype, its grouped_mm in bfloat16.
         dtype = torch.bfloat16 if self.use_grouped_mm else None
-        if isinstance(num_tokens_per_expert, Exchanged):
-            return (self._exchanged(x, dtype, num_tokens_per_expert),)
-        return run_experts(x, self._experts(), num_tokens_per_expert, routing, dtype=dtype, fp8=self.fp8)
-
-    def _exchanged(self, x: Tensor, dtype: torch.dtype | None, tokens: Exchanged) -> Tensor:
-        scores, ids, plan, score_on = tokens.routing
-
-        def experts(rows: Tensor, scores: Tensor, ids: Tensor, max_rows: int | None) -> Tensor:
-            routing = Routing(scores, ids, score_on=score_on)
-            counts = tokens.routing.rows[0].counts  # ignored
-            how: dict[str, Any] = {"dtype": dtype, "fp8": self.fp8, "max_rows": max_rows}
-            return run_experts(rows, self._experts(), counts, routing, **how)
-
-        assert self.ep_mesh is not None and plan is not None
-        ranks = Ranks(self.ep_mesh.get_group(), plan.counts.size(0), by_slot=False)
-        call = (x if dtype is None else x.to(dtype), scores, ids, plan, lambda: experts, tokens.shared)
-        return exchanged_experts(ranks, *call).to(x.dtype)
+        out = run_experts(x, self._experts(), num_tokens_per_expert, routing, dtype=dtype, fp8=self.fp8)
+        return (out,) if isinstance(num_tokens_per_expert, Exchanged) else out
 
 
 class FusedGroupedExperts(FusedExperts, GroupedExperts):
@@ -156,7 +132,7 @@ class FusedMoE(KeepsExpertBias, MoE):
         is_ours = isinstance(experts, FusedExperts) and experts.ep_mesh is not None
         if is_expert_parallel and is_ours and not torch.compiler.is_compiling():
             shared = None if self.shared_experts is None else partial(self.shared_experts, tokens)
-            (out,) = experts(tokens, Exchanged(routing, shared))
+            (out,) = experts(tokens, Exchanged(routing, experts.ep_mesh, shared))
             return reshaped(out, x.shape)
         if is_expert_parallel:
             routed = self.experts(routed_rows(tokens, routing), counts.long())

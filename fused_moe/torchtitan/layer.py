@@ -6,14 +6,18 @@ Letters: T tokens, D model width, F expert hidden width, E experts, K experts pe
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import function
 from ..checks import DEVICES, fail, is_mixed
+from ..exact import exchanged_experts
+from ..exchange import Ranks
 from ..expert_bias import check_expert_bias
 from ..fp8 import WIDE, width_pays
 from ..fp8_training import Fp8Training
@@ -45,6 +49,14 @@ class Routing(NamedTuple):
         """The plan and the slot of each row, of a routing that `choose` made."""
         assert self.plan is not None and self.plan.row_slot is not None
         return self.plan, self.plan.row_slot
+
+
+class Exchanged:
+    """What tokens take to the experts of a mesh's ranks, in place of their numbers. What `shared` computes is
+    added. A class of its own, in which FSDP's mixed precision finds no tensor to cast."""
+
+    def __init__(self, routing: Routing, mesh: DeviceMesh, shared: Callable[[], Tensor] | None):
+        self.routing, self.mesh, self.shared = routing, mesh, shared
 
 
 def logits_of(gate: Any, x: Tensor) -> Tensor:
@@ -191,7 +203,7 @@ def _local(t: Tensor) -> Tensor:
 def run_experts(
     x: Tensor,
     experts: dict,
-    counts: Tensor,
+    counts: Tensor | Exchanged,
     routing: Routing | None,
     *,
     dtype: torch.dtype | None,
@@ -201,9 +213,11 @@ def run_experts(
     """The experts of this rank, on tokens or on rows from a dispatcher.
 
     Args:
-        x: with a routing (T, D), without (R, D) grouped by expert; rows past counts.sum() may be garbage.
+        x: with a routing or Exchanged (T, D), else (R, D) grouped by expert; rows past counts.sum() may be
+            garbage.
         experts: from `swiglu` or `gpt_oss`, of tensors that are local or DTensors, of any floating dtype.
-        counts: (E,) of any integer dtype; ignored with a routing.
+        counts: (E,) of any integer dtype, ignored with a routing; or Exchanged, where a mesh of ranks has the
+            experts.
         dtype: of the GEMMs; None: x's, or autocast's.
         fp8: how the experts train in FP8; None: in `dtype`.
         max_rows: as that of `fused_experts`, with a routing without a plan.
@@ -212,6 +226,8 @@ def run_experts(
         The shape and dtype of x.
     """
     rows = x if dtype is None else x.to(dtype)
+    if isinstance(counts, Exchanged):
+        return _exchanged(rows, experts, counts, {"dtype": dtype, "fp8": fp8}).to(x.dtype)
     experts = {
         name: _local(value).to(dtype or value.dtype) if isinstance(value, Tensor) else value
         for name, value in experts.items()
@@ -229,3 +245,16 @@ def run_experts(
         experts |= {"scores": scores, "ids": ids}
         out = function.fused_experts(rows, plan=plan, score_on=score_on, max_rows=max_rows, **experts)
     return out.to(x.dtype)
+
+
+def _exchanged(x: Tensor, experts: dict, tokens: Exchanged, how: dict) -> Tensor:
+    scores, ids, plan, score_on = tokens.routing
+    assert plan is not None
+    counts = plan.counts
+
+    def run(rows: Tensor, scores: Tensor, ids: Tensor, max_rows: int | None) -> Tensor:
+        routing = Routing(scores, ids, score_on=score_on)
+        return run_experts(rows, experts, counts, routing, max_rows=max_rows, **how)
+
+    ranks = Ranks(tokens.mesh.get_group(), counts.size(0), by_slot=False)
+    return exchanged_experts(ranks, x, scores, ids, plan, lambda: run, tokens.shared)

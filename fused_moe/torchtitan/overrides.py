@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import spmd_types as spmd
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtitan.config import Configurable, derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
@@ -31,6 +32,7 @@ from ..fp8_training import Fp8Training, TrainsFp8
 from ..ops import SCORE_FUNCS, reshaped, route_plan
 from .layer import (
     SAVED_OPS,
+    Exchanged,
     Routing,
     changes_nothing,
     check_no_tape,
@@ -55,10 +57,10 @@ def _like(forward: Callable) -> Any:
     return wraps(forward)
 
 
-def _of_this_rank(counts: Tensor) -> Tensor:
+def _of_this_rank(counts: Tensor | Exchanged) -> Tensor | Exchanged:
     """To the type checker a rank's counts are parts of a sum, which no operation may read, unless an exchange
     came before the experts."""
-    if spmd.is_type_checking() and spmd_mesh_size("ep") == 1:
+    if isinstance(counts, Tensor) and spmd.is_type_checking() and spmd_mesh_size("ep") == 1:
         counts = counts.clone()
         for axis in ("dp", "cp"):
             spmd.mutate_type(counts, axis, src=spmd.P, dst=spmd.V)
@@ -66,7 +68,7 @@ def _of_this_rank(counts: Tensor) -> Tensor:
 
 
 class FusedGroupedExperts(TrainsFp8, GroupedExperts):
-    """The experts behind any dispatcher; with a routing, on tokens."""
+    """The experts behind any dispatcher; with a routing or Exchanged, on tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -83,7 +85,7 @@ class FusedGroupedExperts(TrainsFp8, GroupedExperts):
             self.fp8 = Fp8Training()
 
     @_like(GroupedExperts.forward)
-    def forward(self, x: Tensor, counts: Tensor, routing: Routing | None = None) -> Tensor:
+    def forward(self, x: Tensor, counts: Tensor | Exchanged, routing: Routing | None = None) -> Tensor:
         experts = swiglu(self.w1_EFD, self.w2_EDF, self.w3_EFD)
         dtype = torch.bfloat16  # the stock layer's
         return run_experts(x, experts, _of_this_rank(counts), routing, dtype=dtype, fp8=self.fp8)
@@ -97,7 +99,7 @@ class FusedGptOssGroupedExperts(GptOssGroupedExperts):
         pass
 
     @_like(GptOssGroupedExperts.forward)
-    def forward(self, x: Tensor, counts: Tensor, routing: Routing | None = None) -> Tensor:
+    def forward(self, x: Tensor, counts: Tensor | Exchanged, routing: Routing | None = None) -> Tensor:
         parameters = (self.mlp1_weight_EGD, self.mlp1_bias_EG, self.mlp2_weight_EDF, self.mlp2_bias_ED)
         # Under SPMD types parameters are no DTensors, and the mesh is that of the region.
         tp = max(mesh_size(self.mlp1_weight_EGD, "tp"), spmd_mesh_size("tp"))
@@ -142,7 +144,8 @@ HAS_DISPATCHER_PARTS = all(hasattr(AllToAllTokenDispatcher, name) for name in DI
 
 
 class FusedRoutedExperts(RoutedExperts):
-    """Our kernels compute everything from scores and ids to combined tokens, if all experts are local."""
+    """Our kernels compute everything from scores and ids to combined tokens, if all experts are local or the
+    tokens are Exchanged."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -150,8 +153,16 @@ class FusedRoutedExperts(RoutedExperts):
 
     @_like(RoutedExperts.forward)
     def forward(
-        self, x: Tensor, scores: Tensor, ids: Tensor, counts: Tensor, routing: Routing | None = None
+        self,
+        x: Tensor,
+        scores: Tensor,
+        ids: Tensor,
+        counts: Tensor,
+        routing: Routing | Exchanged | None = None,
     ) -> Tensor:
+        if isinstance(routing, Exchanged):
+            with spmd.no_typecheck():  # which has no rule for our exchange
+                return reshaped(self.inner_experts(x.flatten(0, -2), routing), x.shape)
         if not self.is_local:
             return super().forward(x, scores, ids, counts)
         if routing is None:
@@ -167,8 +178,20 @@ class FusedRoutedExperts(RoutedExperts):
         return only_reorders and getattr(dispatcher, "ep_mesh", None) is None
 
 
+def _exchange_mesh(experts: Any) -> DeviceMesh | None:
+    """The mesh of the ranks with which a layer exchanges tokens itself; None: with none, or torchtitan's
+    dispatcher exchanges rows. A checkpoint's wrapper around experts would not see what Exchanged has."""
+    if torch.compiler.is_compiling() or torch.compiler._is_non_strict_tracing():
+        return None
+    if not isinstance(experts, FusedRoutedExperts) or spmd_mesh_size("tp") > 1:
+        return None
+    is_ours = isinstance(experts.inner_experts, (FusedGroupedExperts, FusedGptOssGroupedExperts))
+    dispatcher = experts.token_dispatcher
+    return dispatcher.ep_mesh if is_ours and type(dispatcher) is FusedTokenDispatcher else None
+
+
 class FusedMoE(KeepsExpertBias, MoE):
-    """Our kernels compute the whole routed path, except the exchange with other ranks."""
+    """Our kernels compute the whole routed path, and exchange tokens with the ranks of `_exchange_mesh`."""
 
     bias_name = "expert_bias_E"
 
@@ -198,12 +221,16 @@ class FusedMoE(KeepsExpertBias, MoE):
             if self.training:
                 with torch.no_grad():
                     self.tokens_per_expert_E.add_(counts)
-            if not self.routed_experts.is_local:
+            mesh = _exchange_mesh(self.routed_experts)
+            if mesh is None and not self.routed_experts.is_local:
                 ids, counts = ids.long(), counts.long()  # as dispatchers have them from torchtitan's router
         has_types = spmd.is_type_checking()
         if has_types:
             for value, like in ((scores, logits), (ids, logits), (counts, self.tokens_per_expert_E)):
                 spmd.assert_type_like(value, like)
+        if mesh is not None:
+            shared = None if self.shared_experts is None else lambda: self.shared_experts(x).flatten(0, -2)
+            return self.routed_experts(x, scores, ids, counts, routing=Exchanged(routing, mesh, shared))
         # A plan has no types.
         out = self.routed_experts(x, scores, ids, counts, routing=None if has_types else routing)
         return out if self.shared_experts is None else out + self.shared_experts(x)
