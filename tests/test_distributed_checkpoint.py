@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import from_bytes, to_bytes
+from ranks import SECONDS, from_bytes, to_bytes
 from test_distributed import quantised_layer, stored_bytes, takes_integers, whole
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -52,7 +52,7 @@ def serve(rank, pipe):
         except EOFError:
             break
         group = {"init_method": f"file://{store}", "rank": rank, "world_size": ranks}
-        dist.init_process_group("gloo", **group, timeout=timedelta(seconds=20))
+        dist.init_process_group("gloo", **group, timeout=timedelta(seconds=SECONDS))
         try:
             reply = to_bytes(fn(rank, *from_bytes(args)))
             dist.barrier()  # a group that one rank leaves fails in the others
