@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-SECONDS = 300  # which no collective may take, and no test twice, on cores that ten processes share
+SECONDS = 300  # which no collective may take, and no test twice, also on busy cores
 PRELOADED = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
