@@ -565,14 +565,14 @@ def fused_experts(
         plan: route_plan(ids, E) or route_plan(ids, E, expert_map), if it has been computed already. Beside a
             plan expert_map raises.
         main_grads: Megatron-style float32 buffers of the shapes of w1, w2 and w3; each may be None. Backward
-            accumulates the weight's gradient into its buffer, without rounding to the weight's dtype, and
-            the weight's .grad stays None. A backward that does not ask for the weight's gradient, as
-            autograd.grad of x alone, adds nothing, unless it is compiled. x may have any dtype except
-            float64. A backward that is itself recorded (create_graph=True, torch.func.grad) raises. Under
-            torch.compile each forward's backward must run before the next forward; otherwise autograd
-            raises, because a main_grad was modified in place. Before PyTorch 2.13 main_grads are not
-            compiled: fullgraph=True raises. Under compiled autograd a backward may use each weight once:
-            PyTorch fails to add two undefined gradients there.
+            accumulates the weight's gradient into its buffer, without rounding to the weight's dtype, and the
+            weight's .grad stays None. A backward that does not ask for the weight's gradient, as
+            autograd.grad of x alone, adds nothing, unless torch.compile compiled it with its forward. x may
+            have any dtype except float64. A backward that is itself recorded (create_graph=True,
+            torch.func.grad) raises. Under torch.compile each forward's backward must run before the next
+            forward; otherwise autograd raises, because a main_grad was modified in place. Before PyTorch 2.13
+            main_grads are not compiled: fullgraph=True raises. Under compiled autograd a backward may use
+            each weight once: PyTorch fails to add two undefined gradients there.
         expert_map: as that of `route_plan`, where the weights are those of some of E_global experts.
         max_rows: the most slots that get a row, and the number of rows that memory is allocated for, in calls
             where many slots are remote and the host does not know how many. The slots past it, the last ones

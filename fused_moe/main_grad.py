@@ -21,10 +21,21 @@ def less_unasked(ctx, need, **places: int):
     """`need`, less the weights whose gradients the running backward pass does not ask for. `places` are the
     weights' among the tensors that the node was applied to."""
     if torch.compiler.is_compiling():
-        return need
-    edges = ctx.next_functions
-    asked = {name: getattr(need, name) and is_asked(edges[i][0]) for name, i in places.items()}
+        edges_asked = getattr(ctx, "edges_asked", None)  # by compiled autograd alone
+        if edges_asked is None:
+            return need
+        asked = {name: getattr(need, name) and edges_asked[i] for name, i in places.items()}
+    else:
+        edges = ctx.next_functions
+        asked = {name: getattr(need, name) and is_asked(edges[i][0]) for name, i in places.items()}
     return need._replace(**asked)
+
+
+def compiled_autograd_key(ctx) -> tuple:
+    """A node's `_compiled_autograd_key`. Compiled autograd asks for it before each backward pass, while the
+    engine still tells what that pass asks for."""
+    ctx.edges_asked = tuple(node is not None and is_asked(node) for node, _ in ctx.next_functions)
+    return ctx._autograd_function_id, *ctx.edges_asked
 
 
 def is_asked(node) -> bool:

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from . import widths
 from .activation import ACTIVATIONS
-from .main_grad import is_asked, less_unasked
+from .main_grad import compiled_autograd_key, is_asked, less_unasked
 from .namespace import NAMESPACE
 from .plan import Plan
 
@@ -302,8 +302,7 @@ def _autograd_rule(schema: Schema, backward, setup_context, keeps: str = ""):
             result[position[name]] = grad
         return tuple(result)
 
-    key = torch.autograd.Function._compiled_autograd_key
-    members = {"forward": forward, "backward": by_position, "_compiled_autograd_key": key}
+    members = {"forward": forward, "backward": by_position, "_compiled_autograd_key": compiled_autograd_key}
     members = {name: staticmethod(member) for name, member in members.items()}
     # Not a torch.autograd.Function, which handles torch.func's transforms: the dispatcher has done so before
     # this rule.

@@ -24,7 +24,7 @@ from .checks import (
     check_main_grads,
     check_router,
 )
-from .main_grad import less_unasked, operands_of
+from .main_grad import compiled_autograd_key, less_unasked, operands_of
 from .ops import (
     ACTIVATION_CODES,
     down_gradients,
@@ -84,6 +84,8 @@ _NUM_INPUTS = len(_Needs._fields)
 
 class _Routed(torch.autograd.Function):
     """x -> out, counts, ids, logits. out and logits have gradients."""
+
+    _compiled_autograd_key = staticmethod(compiled_autograd_key)
 
     @staticmethod
     def forward(
@@ -218,6 +220,8 @@ class _NeedsOfUp(NamedTuple):
 
 class _RoutedUp(torch.autograd.Function):
     """x -> h, a, scores, ids, logits and the plan. h, scores and logits have gradients."""
+
+    _compiled_autograd_key = staticmethod(compiled_autograd_key)
 
     @staticmethod
     def forward(ctx, x, w1, w3, gate, gate_bias, expert_scale, b1, b3, call: _Call):

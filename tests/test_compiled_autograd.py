@@ -103,6 +103,30 @@ def test_an_output_that_is_not_used(device):
         assert not found[name].any() if grad is None else torch.equal(grad, found[name]), name
 
 
+@pytest.mark.parametrize("case", [name for name in CASES if "main_grads" in name])
+def test_main_grads_that_are_not_asked_for(device, case, monkeypatch):
+    """Passes that ask for the gradients of x, of x and one weight, and of all, each compiled anew."""
+    monkeypatch.setattr(widths, "ON_CPU", case.startswith("padded"))
+    layer = make(case, device)
+    x = torch.randn(24, layer.dim, device=device, dtype=CASES[case][2]).requires_grad_()
+    weights = [layer.experts.w1, layer.experts.w2, layer.experts.w3]
+
+    def main_grads_of(asked) -> list:
+        for w in weights:
+            w.main_grad.zero_()
+        layer(x).square().mean().backward(inputs=[x, *asked])
+        return [w.main_grad.clone() for w in weights]
+
+    passes = ([], [weights[1]], [weights[0]], weights, [])
+    expected = [main_grads_of(asked) for asked in passes]
+    torch._dynamo.reset()
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        found = [main_grads_of(asked) for asked in passes]
+    for asked, ours, theirs in zip(passes, found, expected, strict=True):
+        for w, a, b in zip(weights, ours, theirs, strict=True):
+            assert torch.equal(a, b) and bool(a.any()) == any(w is other for other in asked)
+
+
 @torch._dynamo.config.patch(compiled_autograd=True)
 def test_setting_of_dynamo(device):
     """torch.compile of a training step whose layer stays eager."""
