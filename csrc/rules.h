@@ -92,8 +92,8 @@ FUSED_MOE_FN int32_t fused_moe_quantized_down_columns(int64_t R, int64_t E, int6
     return (R < E ? R : E) * ((M + 127) / 128) < num_sms ? 64 : 128;
 }
 
-/* Whether the down GEMM alone, in tiles of 16 rows, has tiles of 64 columns and one CTA on each SM: such tiles
- * are no more than the SMs. With room for two CTAs on an SM some SMs would get two tiles and others none. */
+/* Whether the down GEMM alone, in tiles of 16 rows, has tiles of 64 columns and one CTA on each SM: such
+ * tiles are no more than the SMs. With room for two CTAs on an SM some would get two tiles, others none. */
 FUSED_MOE_FN bool fused_moe_quantized_down_spreads(int64_t R, int64_t E, int64_t M, int32_t num_sms) {
     return fused_moe_few_rows(R, E) == 16 && (R < E ? R : E) * ((M + 63) / 64) <= num_sms;
 }

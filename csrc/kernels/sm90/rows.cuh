@@ -58,8 +58,8 @@ __device__ inline void load_rows(const GemmOf<Config> &p, uint32_t dst, uint32_t
     }
 }
 
-/* Whether a gathering warp issues the loads of a stage's weight. For few rows of int4, whose stages are small,
- * the warps take turns. */
+/* Whether a gathering warp issues the loads of a stage's weight. For few rows of int4, whose stages are
+ * small, the warps take turns. */
 template <class Config>
 __device__ inline bool loads_weight(int warp, int stage) {
     if constexpr (Config::Weight::IN_REGISTERS)
