@@ -76,14 +76,25 @@ def test_launches(device, sm90, name):
     assert sum("experts_kernel" in kernel for kernel in names) == 1, names
 
 
-@pytest.mark.parametrize("hidden, formats", ((2560, ("int8", "int8")), (256, ("mxfp4", "fp8"))))
+TWO_LAUNCHES = {
+    "a long k": (Case(4, 192, 2560, 8, 2, BF16), ("int8", "int8")),
+    "other codes": (Case(4, 192, 1408, 8, 2, BF16), ("mxfp4", "fp8")),
+    "other codes, more tiles than SMs": (Case(40, 320, 704, 70, 3, BF16), ("mxfp4", "fp8")),
+}
+
+
+@pytest.mark.parametrize("case, formats", TWO_LAUNCHES.values(), ids=TWO_LAUNCHES)
 @torch.no_grad()
-def test_quantised_weights_in_two_launches(device, sm90, hidden, formats):
-    """Where a long k would leave SMs without a tile, and where the two sides' codes differ."""
-    (x, *weights, scores, ids), options = draw_plain(Case(4, 192, hidden, 8, 2, BF16), device)
+def test_quantised_weights_in_two_launches(device, sm90, case, formats):
+    """Where a long k would leave SMs without a tile, and where the two sides' codes differ. The down GEMM has
+    more stages than buffers, and loads the first ones while up_gate runs unless k is long."""
+    (x, *weights, scores, ids), options = draw_plain(case, device)
     up, down = formats
     weights = [quantize(w, f) for w, f in zip(weights, (up, down, up), strict=True)]
     check_own_plan((x, *weights, scores, ids), options)
+    dense = [w.dequantize(BF16) for w in weights]
+    expected = fused_experts(x, *dense, scores, ids, **options)
+    assert torch.equal(fused_experts(x, *weights, scores, ids, **options), expected)
     names = launches(lambda: fused_experts(x, *weights, scores, ids, **options))
     assert not any("experts_kernel" in name or "dequantize" in name for name in names), names
     assert sum("quantized_" in name for name in names) == 2, names

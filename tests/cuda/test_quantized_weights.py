@@ -30,7 +30,7 @@ SHAPES = {
     "few rows, but one expert has all": (70, 2, 10, 256, 96, "one"),
     "two rows on average, one expert has all": (40, 1, 20, 192, 128, "one"),
     "few rows, a long k": (30, 2, 6, 2624, 192, "random"),
-    "few rows, three tiles of 20 stages": (40, 1, 20, 128, 2560, "one"),  # of the down GEMM, in a CTA
+    "few rows, three tiles of 20 stages": (40, 1, 20, 128, 2560, "one"),  # of the down GEMM, one CTA's
     "one expert has all": (200, 2, 5, 256, 96, "one"),
     "tall tiles": (700, 2, 2, 320, 192, "random"),
     "tall tiles, one of 225 rows": (737, 1, 1, 448, 64, "random"),

@@ -53,9 +53,9 @@ int launch(void (*kernel)(Params), const Params &p, int64_t grid, int threads, s
 typedef struct {
     int64_t grid;
     int threads, cluster; /* CTAs of a cluster; 1: none */
-    size_t shared;        /* bytes of dynamic shared memory; above 16 KiB the same in every launch, or: */
+    size_t shared;        /* bytes of dynamic shared memory; above 16 KiB set most_shared if they vary */
     FusedMoePdl pdl;
-    size_t most_shared; /* bytes in any launch of the kernel; 0: shared */
+    size_t most_shared; /* the most of any launch of the kernel; 0: shared */
 } Launch;
 
 /* Launches a kernel by PDL where sm_90a's code runs: it may start when the CTAs of the kernel before it have
@@ -67,7 +67,7 @@ typedef struct {
  * launched without PDL. */
 template <auto kernel, typename Params>
 int launch_dependent(const Params &p, const Launch &how, void *stream) {
-    static std::atomic<uint64_t> allowed; /* devices on which the kernel may use how.shared, one bit each */
+    static std::atomic<uint64_t> allowed; /* devices that allow the kernel its most_shared, one bit each */
     if (how.grid <= 0) return FUSED_MOE_OK;
     if (how.grid > INT32_MAX) return cuda_status(cudaErrorInvalidConfiguration);
     int device = 0;

@@ -138,10 +138,10 @@ struct Dequantizer {
         }
     }
 
-    /* A bf16's last eight bits are a multiple of 2^-133, as a subnormal number or as one of the first normal
-     * ones. So a code that is moved there needs one multiplication, by the scale and the power of two that
-     * makes up for the place. That has the range of scales: quick_factor says whether this one, whose bits f
-     * has, is in it. The value is rounded once, as ever. */
+    /* In place of a bf16's last eight bits int4's code is a multiple of 2^-133, subnormal or among the first
+     * normal numbers; e2m1's bits become an exponent's last two and a mantissa's first. So one multiplication
+     * makes the value: by the scale and the power of two that makes up for the place. quick_factor says
+     * whether this scale, whose bits f has, has the range for that. The value is rounded once, as ever. */
     __device__ static bool quick_factor(QuickFactor &f) {
         uint32_t bits = f.scale;
         if constexpr (CODE == Code::E2M1) { /* 2^126 scale; the scale is below 2 */

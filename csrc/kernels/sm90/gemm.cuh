@@ -9,7 +9,7 @@
  *
  * Roles (384 threads; down_dgrad adds an epilogue warpgroup)
  *   warpgroup 0     producer: warp 3 fetches work tiles; warp 0 loads A and B by TMA, or warps 0-2 gather A
- *                   by cp.async and warp 0 loads B (few rows of int4: the three take turns)
+ *                   by cp.async and warp 0 loads B (few rows of a quantised weight: in turn, rows.cuh)
  *   warpgroups 1-2  consumers: wgmma m64n256k16 on 64 rows each, then the epilogue (mma.sync in tiles of at
  *                   most 16 rows of a quantised weight)
  * Pipelines                                    full: arrivals                     empty: arrivals
@@ -211,8 +211,8 @@ __device__ __forceinline__ void run_tile_fragments(const GemmOf<Config> &p, Shar
     }
 }
 
-/* Whether a consumer only releases the stages of a tile of few rows, whose columns others have. Elsewhere it
- * computes, to keep in step, and stores nothing; up_gate has no such tiles. */
+/* Whether a consumer only releases a tile's stages: a half-N tile of few rows, in which it has no columns.
+ * With more rows it computes, to keep in step, and stores nothing. up_gate of few rows has no such tiles. */
 template <class Config>
 __device__ inline bool skips(const GemmOf<Config> &p, const WorkTile &tile, int wg) {
     return Config::FEW_ROWS && !Config::GATHER && (tile.half_n || p.tiles.all_are_half_n) &&

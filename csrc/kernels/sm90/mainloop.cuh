@@ -251,8 +251,8 @@ struct RowFragments {
     }
 };
 
-/* Whether tiles of at most 16 rows are run_mainloop_ahead's. Other codes, which take more instructions, did
- * not gain by it (docs/lab.md). */
+/* Whether tiles of at most 16 rows are run_mainloop_ahead's. Other codes were not faster with it
+ * (docs/lab.md). */
 template <class Config>
 constexpr bool LOADS_AHEAD = Config::SUBTILES == 1 && Config::Weight::Dequantizer::CODE == Code::INT4;
 

@@ -58,8 +58,8 @@ __device__ inline void load_rows(const GemmOf<Config> &p, uint32_t dst, uint32_t
     }
 }
 
-/* Whether a gathering warp issues the loads of a stage's weight. For few rows of int4, whose stages are
- * small, the warps take turns. */
+/* Whether a gathering warp issues the loads of a stage's weight. For few rows of int4, which alone gained by
+ * it, the warps take turns. */
 template <class Config>
 __device__ inline bool loads_weight(int warp, int stage) {
     if constexpr (Config::Weight::IN_REGISTERS)
@@ -115,7 +115,7 @@ __device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
         }
 #pragma unroll 1
         for (; i < num_stages; i++, pipe.advance()) {
-            /* A stage has one loading warp: the phase of another warp's stage could change twice unseen. */
+            /* Each warp has its own stages: in a stage that it skips at times it could miss two phases. */
             if (Config::LOAD_WARPS > 1 && pipe.index % Config::LOAD_WARPS != warp) continue;
             auto &stage = s.stage[pipe.index];
             int part = Weight::PARTS > 1 && i >= p.num_k_tiles[0], k_stage = part ? i - p.num_k_tiles[0] : i;

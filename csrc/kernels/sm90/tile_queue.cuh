@@ -218,9 +218,9 @@ __device__ inline void for_each_part(Tile tile, Fn fn) {
 }
 
 /* Fetches tiles until there are none. A claim is of one tile or of several: publish_tiles(claim, publish)
- * calls publish(tile) with each, or with its parts, and after the last claim with {-1}. After a long tile the
- * next one is fetched when the queue has room for it, not earlier: next_tile() claims ahead, and until then
- * an idle CTA may steal that claim. */
+ * calls publish(tile) with each, or with its parts, and for a claim past the last with {-1}. After a long
+ * tile the next one is fetched when the queue has room for it, not earlier: next_tile() claims ahead, and
+ * until then an idle CTA may steal that claim. */
 template <class Queue, typename PublishTiles, typename TokenOf, typename IsLong>
 __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint32_t num_claims,
                                    PublishTiles publish_tiles, TokenOf token_of, IsLong is_long) {

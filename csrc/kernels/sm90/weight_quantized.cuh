@@ -216,7 +216,7 @@ struct QuickFactors {
     static constexpr int SETS = Dequantizer::GROUPED ? K_TILES : 1;
     QuickFactor factor[SETS][2][Rows::GROUPS];
 
-    /* The bits of the scales. */
+    /* Loads the bits of the scales, of which make() makes the factors. */
     __device__ void load(uint32_t stage, const LaneOffsets &offsets, const Scales &s) {
 #pragma unroll
         for (int k_tile = 0; k_tile < SETS; k_tile++)
