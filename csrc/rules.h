@@ -79,23 +79,28 @@ FUSED_MOE_FN int32_t fused_moe_quantized_tile_rows(int64_t R, int64_t E) {
     return fused_moe_has_skinny_average(R, E) ? 64 : R <= 384 * E ? 128 : 256;
 }
 
+/* How many tiles of `columns` columns the down GEMM has, if no expert has more rows than a tile. */
+FUSED_MOE_FN int64_t fused_moe_down_tiles(int64_t R, int64_t E, int64_t M, int64_t columns) {
+    return (R < E ? R : E) * ((M + columns - 1) / columns);
+}
+
 /* Whether both GEMMs of quantised weights are one launch (sm90/quantized_experts.cu), in tiles of 16 rows.
  * With a long k that saves little, up to one row on average; and where the down GEMM has fewer tiles than
  * there are SMs, some of these would get two and others none. */
 FUSED_MOE_FN bool fused_moe_quantized_together(int64_t R, int64_t E, int64_t M, int64_t F, int32_t num_sms) {
-    int64_t narrow = (R < E ? R : E) * ((M + 63) / 64);
-    return fused_moe_few_rows(R, E) == 16 && (F < FUSED_MOE_LONG_K || (R <= E && narrow >= num_sms));
+    if (fused_moe_few_rows(R, E) != 16) return false;
+    return F < FUSED_MOE_LONG_K || (R <= E && fused_moe_down_tiles(R, E, M, 64) >= num_sms);
 }
 
 /* Columns of the down GEMM's tiles there: 128, or 64 where such tiles would be fewer than the SMs. */
 FUSED_MOE_FN int32_t fused_moe_quantized_down_columns(int64_t R, int64_t E, int64_t M, int32_t num_sms) {
-    return (R < E ? R : E) * ((M + 127) / 128) < num_sms ? 64 : 128;
+    return fused_moe_down_tiles(R, E, M, 128) < num_sms ? 64 : 128;
 }
 
 /* Whether the down GEMM alone, in tiles of 16 rows, has tiles of 64 columns and one CTA on each SM: such
  * tiles are no more than the SMs. With room for two CTAs on an SM some would get two tiles, others none. */
 FUSED_MOE_FN bool fused_moe_quantized_down_spreads(int64_t R, int64_t E, int64_t M, int32_t num_sms) {
-    return fused_moe_few_rows(R, E) == 16 && (R < E ? R : E) * ((M + 63) / 64) <= num_sms;
+    return fused_moe_few_rows(R, E) == 16 && fused_moe_down_tiles(R, E, M, 64) <= num_sms;
 }
 
 /* --- 8 bits on both operands ---------------------------------------------------------------------------- */

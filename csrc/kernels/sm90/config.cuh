@@ -98,8 +98,8 @@ struct QuantizedConfig : QuantizedTile<HEIGHT> {
     static constexpr int STAGES =
         (MEMORY - Tile::CONSUMERS * STAGING_BYTES) / (Tile::A_BYTES + Weight::STAGE_BYTES);
     static constexpr int THREADS = 128 * (1 + Tile::CONSUMERS), CONSUMER_WARPS = 4 * Tile::CONSUMERS;
-    static constexpr int LOAD_WARPS = GATHER || Tile::FEW_ROWS ? 3 : 1,
-                         STAGES_AT_ONCE = Tile::MANY_ROWS ? 4 : 1;
+    static constexpr int LOAD_WARPS = GATHER || Tile::FEW_ROWS ? 3 : 1;
+    static constexpr int STAGES_AT_ONCE = Tile::MANY_ROWS ? 4 : 1;
     static constexpr int PRODUCER_REGISTERS = Tile::FEW_ROWS    ? 48
                                               : Tile::HAS_TALL  ? 88
                                               : Tile::MANY_ROWS ? 72

@@ -33,7 +33,7 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     TileSource &tiles = gemm.tiles;
     tiles.has_tall = Config::HAS_TALL;
     tiles.all_are_half_n = spreads;
-    tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
+    tiles.last_is_half_n = !spreads && (p.M - 1) % Config::BN < Config::BN / 2;
     using Memory = PlanningShared<Config>;
     constexpr auto kernel = quantized_mm_kernel<Config>;
     if constexpr (Config::FEW_ROWS) { /* with more than half of an SM's memory no two CTAs share one */

@@ -81,6 +81,7 @@ __device__ inline void copy_scales(const GemmOf<Config> &p, Shared &s, int stage
 template <class Config>
 __device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
     using Weight = typename Config::Weight;
+    static_assert(Config::LOAD_WARPS == 1 || !Weight::HAS_SCALES, "one warp copies scales and arrives");
     constexpr int STAGE_K = Config::K_TILES * K_TILE<typename Config::Operand>;
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
