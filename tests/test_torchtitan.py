@@ -1394,7 +1394,7 @@ def test_torchtitans_exchange(trained, mode):
             assert (value - other).norm() <= 3e-2 * other.norm()
 
 
-@pytest.mark.skipif(not HAS_OVERRIDES, reason="for torchtitan 0.3.0 and later, whose layers have parallelize()")
+@pytest.mark.skipif(not HAS_OVERRIDES, reason="for torchtitan 0.3.0 and later, which has parallelize()")
 def test_a_rank_without_tokens(trained):
     for expected, found in zip(*trained["no tokens"], strict=True):
         for value, other in zip(found, expected, strict=True):
