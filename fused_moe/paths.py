@@ -297,7 +297,7 @@ def has_users_hooks(module: nn.Module) -> bool:
         *module._backward_hooks.values(),
     )
     owners = (getattr(getattr(hook, "func", hook), "__module__", None) for hook in hooks)  # .func: a partial
-    return not all(owner and owner.startswith(("torch.", "fused_moe.")) for owner in owners)
+    return not all(owner and owner.startswith(("torch.", f"{__package__}.")) for owner in owners)
 
 
 def keeps_padding(layer: MoELayer, x: Tensor, joined: Operands | str, combines: bool) -> bool:

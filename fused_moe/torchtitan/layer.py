@@ -52,8 +52,8 @@ class Routing(NamedTuple):
 
 
 class Exchanged:
-    """What tokens take to the experts of a mesh's ranks, in place of their numbers. What `shared` computes is
-    added. A class of its own, in which FSDP's mixed precision finds no tensor to cast."""
+    """What experts get in place of counts when they exchange tokens with the ranks of `mesh`. The output of
+    `shared` is added to theirs. FSDP's mixed precision finds no tensor to cast in a class of its own."""
 
     def __init__(self, routing: Routing, mesh: DeviceMesh, shared: Callable[[], Tensor] | None):
         self.routing, self.mesh, self.shared = routing, mesh, shared
@@ -72,7 +72,7 @@ def float32_logits(gate: Any, x: Tensor) -> Tensor:
     if is_wide and type(x) is Tensor and x.device.type in DEVICES and not why_other_linear(gate):
         with torch.autocast(x.device.type, enabled=False):
             logits = function.router_logits(x.reshape(-1, x.size(-1)), gate.weight, gate.bias)
-        return logits.view(*x.shape[:-1], -1)
+        return logits.view(*x.shape[:-1], logits.size(-1))
     with torch.autocast(x.device.type, dtype=torch.float32):
         return logits_of(gate, x)
 

@@ -212,7 +212,8 @@ class FusedMoE(KeepsExpertBias, MoE):
             check_no_tape(self)
             return super().forward(x)
         logits = float32_logits(self.router.gate, x)
-        per_token = (*logits.shape[:-1], -1)  # of a part of x where the gate's sharding divides it
+        # The gate's sharding may leave a part of x.
+        per_token = (*logits.shape[:-1], self.router.top_k)
         with spmd.no_typecheck():  # which has no rule for our operator
             routing = choose(self, logits.flatten(0, -2), self.expert_bias_E)
             scores, ids = routing.scores.view(per_token), routing.ids.view(per_token)
