@@ -36,7 +36,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
@@ -60,6 +59,7 @@ from .exchange import (
     refuse,
     row_groups,
     row_of_buffer,
+    summed,
 )
 from .lora import Adapters, LoRA
 from .main_grad import WithMainGrad
@@ -505,7 +505,7 @@ class _SumOverRanks:
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         if grad is None:  # a backward without a gradient for it, on all ranks alike
             return None
-        return collectives.wait_tensor(collectives.all_reduce(grad, "sum", self.group))
+        return summed(grad, self.group)
 
 
 def _sum_gradients(mesh: DeviceMesh, layer: FusedMoE, *_) -> None:

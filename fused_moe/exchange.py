@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import checks
-from .ops import route_plan
+from .ops import route_plan, run
 from .plan import Plan
 
 FN = "ExpertParallel"
@@ -268,18 +268,24 @@ def _column(counts: Tensor, value: int) -> Tensor:
 
 def _exchange(table: Tensor, group: ProcessGroup) -> Tensor:
     """(N, n), row i for rank i -> (N, n), row i from rank i."""
-    return collectives.wait_tensor(collectives.all_to_all_single(table, None, None, group))
+    splits = [1] * group.size()
+    return wait(_start(table, splits, splits, group))
 
 
 def wait(arriving: Tensor) -> Tensor:
-    """What `Exact` has started: from here on the device's stream, and not the host, waits for it."""
-    return torch.ops._c10d_functional.wait_tensor.default(arriving)
+    """What a collective brings: from here on the device's stream, and not the host, waits for it."""
+    return run(torch.ops._c10d_functional.wait_tensor.default, arriving)
+
+
+def summed(t: Tensor, group: ProcessGroup) -> Tensor:
+    """Its sum over the ranks. PyTorch wraps what its functions return, which takes the host longer."""
+    return wait(run(torch.ops._c10d_functional.all_reduce.default, t, "sum", group.group_name))
 
 
 def _start(rows: Tensor, receive_splits: list[int], send_splits: list[int], group: ProcessGroup) -> Tensor:
     """NCCL takes no rows of padded widths, whose pitch is wider than they are."""
-    op = torch.ops._c10d_functional.all_to_all_single.default  # its wrappers in Python take longer
-    return op(rows.contiguous(), receive_splits, send_splits, group.group_name)
+    op = torch.ops._c10d_functional.all_to_all_single.default
+    return run(op, rows.contiguous(), receive_splits, send_splits, group.group_name)
 
 
 def _all_to_all(rows: Tensor, group: ProcessGroup) -> Tensor:

@@ -405,13 +405,13 @@ def run(op, *args):
         return op(*args)
     if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         return _below_autograd(op, None, args)
-    node, refuse = _nodes.get(op), _refusals.get(op)
-    if not (node or refuse) or not _is_plain(args):
+    if not _is_plain(args):
         return op(*args)
+    node, refuse = _nodes.get(op), _refusals.get(op)
     if refuse:
         refuse(args)
     elif torch._C._any_requires_grad(*args):
-        return node(*args, None)
+        return node(*args, None) if node else op(*args)
     return _below_autograd(op, None, args)
 
 
