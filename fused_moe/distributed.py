@@ -306,7 +306,7 @@ class ParallelExperts(Counting, Experts):
         token_of_buffer = token_of_row[row_of_buffer(sent, N, num_buffers)]
         exchange = Even(ranks.group)
         choice = tokens_there(ranks.choice(scores.detach(), ids), exchange, token_of_buffer)
-        received_scores, received = ranks.received_slots(choice)
+        received_scores, received = ranks.received_slots(choice, ranks.slot_groups(x.device))
         received = cut(received, num_received)
         slot_of_buffer = row_of_buffer(received, N, capacity)
         there = (token_of_buffer, *received.tensors)

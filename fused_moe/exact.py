@@ -79,8 +79,8 @@ def _make_room(rows: Tensor) -> None:
 
 
 class There(torch.autograd.Function):
-    """x (T, D), and its rows, which have started -> received rows (R, D), or rows of their slots. The last
-    arguments are *returning and *received."""
+    """x (T, D), and its rows, which have started -> received rows (R, D), or rows of their slots. What has
+    started may have more columns. The last arguments are *returning and *received."""
 
     @staticmethod
     def forward(ctx, x: Tensor, arriving: Tensor, way: Way, *plans: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class There(torch.autograd.Function):
         ctx.save_for_backward(*plans[:LENGTH])
         rows = wait(arriving)
         received = plans[LENGTH:]
-        return run(ops.permute.default, rows, [*received]) if received else rows
+        return run(ops.permute.default, rows, [*received]) if received else rows[:, : x.size(1)]
 
     @staticmethod
     def backward(ctx, drows: Tensor):
@@ -164,40 +164,40 @@ def exchanged_experts(
     `prepare` returns this rank's experts, a function of received rows (R, D), scores and ids (R, K) among
     them, others outside [0, E/N), and max_rows. At most max_rows slots have an expert here; it is None
     without `bounds`, and by slots, where each row is one. `meet` is called before the first collective. All
-    that is made without the sizes is made before the host waits for them."""
+    that is made without the sizes is made before the host waits for them, and all that is made without the
+    received rows before the device waits for these."""
     num_ranks = ranks.group.size()
     sent = ranks.plan_of(ids)
     if meet is not None:
         meet()
     opening = Opening(ranks.group, facts_of(x, ids), sent.counts, ranks.slots_of(slots.counts))
     sent = cut(sent, x.size(0) * min(ids.size(1), num_ranks))
-    choice = ranks.choice(scores.detach() if ranks.by_slot else scores, ids)
+    choice = ranks.choice(scores.detach(), ids)
     chosen, rows = (run(ops.permute.default, t.detach(), sent.tensors) for t in (choice, x))
+    groups = ranks.slot_groups(x.device) if ranks.by_slot else None
     experts = prepare()
     tokens, of_slots = opening.exchanges()
     num_sent, num_slots = sum(tokens.send_splits), sum(of_slots.receive_splits)
-    chosen, rows, sent = chosen[:num_sent], rows[:num_sent], cut(sent, num_sent)
+    chosen = tokens.start_there(chosen[:num_sent])
+    rows = tokens.start_there(rows[:num_sent])  # what is sent is freed before slots get rows
+    sent = cut(sent, num_sent)
     way, returning = Way(tokens, tokens, shared is not None), sent
     received: list[Tensor] = []
     received_scores: Tensor | None = None
     max_rows = None
-    if ranks.by_slot:
+    if groups is not None:
         way.back, returning = of_slots, cut(slots, sum(of_slots.send_splits))
-        received_scores, plan = ranks.received_slots(wait(tokens.start_there(chosen)))
+        received_scores, plan = ranks.received_slots(wait(chosen), groups)
         plan = cut(plan, num_slots)
         received = plan.tensors
-    else:
-        chosen = tokens.start_there(chosen)
-        choice = There.apply(choice, chosen, Way(tokens, tokens), *sent.tensors)
-    rows = tokens.start_there(rows)  # what is sent is freed before slots get rows
-    rows = There.apply(x, rows, way, *returning.tensors, *received)
-    rows.on_gradient = way.start_gradient
-    if ranks.by_slot:
         of_rows = torch.ones(num_slots, 1, dtype=scores.dtype, device=x.device)
         local_ids = ranks.local_ids(plan, has_room=False)
     else:
-        of_rows, local_ids = ranks.received_ids(choice)
+        of_rows = There.apply(scores, chosen, Way(tokens, tokens), *sent.tensors)
+        _, local_ids = ranks.received_ids(chosen)
         max_rows = max(num_slots, 1) if bounds else None
+    rows = There.apply(x, rows, way, *returning.tensors, *received)
+    rows.on_gradient = way.start_gradient
     y = experts(rows, of_rows, local_ids, max_rows)
     link = Send.apply(y, received_scores, way, *received)
     added = None if shared is None else shared()

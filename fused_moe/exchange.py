@@ -80,7 +80,7 @@ class Ranks(NamedTuple):
 
     def choice(self, scores: Tensor, ids: Tensor) -> Tensor:
         """(T, 2K): scores, and ids as whole numbers that are exact in float32. By slots these are indices of
-        `_slot_groups`. 0, which unused buffer rows have, is no expert's."""
+        `slot_groups`. 0, which unused buffer rows have, is no expert's."""
         first = 1 + (self.num_experts + 2) * self.group.rank() if self.by_slot else 1
         return torch.cat((scores, (ids.clamp(-1, self.num_experts) + first).to(scores.dtype)), 1)
 
@@ -89,11 +89,11 @@ class Ranks(NamedTuple):
         scores, ids = choice.tensor_split(2, 1)
         return scores, ids.detach().int() - (1 + self.first_expert)
 
-    def received_slots(self, choice: Tensor) -> tuple[Tensor, Plan]:
+    def received_slots(self, choice: Tensor, groups: Tensor) -> tuple[Tensor, Plan]:
         """Received tokens' scores, and the plan of those of their slots that have an expert here, by source
-        rank and expert."""
+        rank and expert, of `slot_groups`."""
         scores, group = choice.tensor_split(2, 1)
-        return scores, route_plan(group.int(), self.num_experts, self._slot_groups(scores.device))
+        return scores, route_plan(group.int(), self.num_experts, groups)
 
     def local_ids(self, received: Plan, *, has_room: bool) -> Tensor:
         """(R, 1): which of this rank's experts each received slot has. With room past the last row it is -1
@@ -104,7 +104,7 @@ class Ranks(NamedTuple):
             local = torch.where(group < self.num_experts, local, -1)
         return local.unsqueeze(1)
 
-    def _slot_groups(self, device: torch.device) -> Tensor:
+    def slot_groups(self, device: torch.device) -> Tensor:
         """(N * (E + 2),): the group of a slot by source rank and by id + 1, -1 where another rank has the
         expert, or none. Groups are in the order of source ranks, and of this rank's experts."""
         N, E = self.group.size(), self.num_experts
@@ -238,8 +238,9 @@ def cut(plan: Plan, num_rows: int) -> Plan:
 def row_groups(plan: Plan) -> Tensor:
     """(R,): which of the plan's groups each row is in, their number past the last row."""
     assert plan.row_token is not None
-    row = torch.arange(plan.row_token.size(0), device=plan.offsets.device)
-    return torch.bucketize(row, plan.offsets[1:], right=True)
+    offsets = plan.offsets[1:]
+    row = torch.arange(plan.row_token.size(0), dtype=offsets.dtype, device=offsets.device)
+    return torch.bucketize(row, offsets, right=True)
 
 
 def gather(rows: Tensor, source: Tensor) -> Tensor:
