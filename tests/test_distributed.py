@@ -670,7 +670,9 @@ exact_alone = pytest.mark.parametrize("options", ({}, {"combine": "rank"}), ids=
 @exact_alone
 def test_exact_exchanges_run_beside_other_work(workers, cpu, options):
     """Shared experts are computed while rows come back, or their gradients go there, and the weights'
-    gradients while those of rows go back."""
+    gradients while those of rows go back. Rows start one after the other once their sizes are known, and what
+    does not need them is made before they are waited for."""
+    views = {"slice.Tensor", "view", "unsqueeze", "detach", "alias"}
     for forward, backward in workers(order_of_a_step, options):
 
         def places(names, name):
@@ -679,6 +681,10 @@ def test_exact_exchanges_run_beside_other_work(workers, cpu, options):
         *_, sent = places(forward, "all_to_all_single")
         routed, shared = places(forward, "experts_up")
         assert routed < sent < shared < forward.index("wait_tensor", sent)
+        _, chosen, rows, _ = places(forward, "all_to_all_single")
+        assert forward[chosen + 1 : rows] == ["slice.Tensor"]
+        arrived = max(i for i in places(forward, "wait_tensor") if i < routed)
+        assert set(forward[arrived + 1 : routed]) - views <= {"permute", "route_plan"}
         dout, drows, *_ = places(backward, "all_to_all_single")
         shared, dx, dw = places(backward, "experts_up_backward")
         assert dout < shared < backward.index("wait_tensor") < dx < drows < dw
