@@ -909,8 +909,11 @@ def _up_backward(ctx, need, dh, needs_scores: bool = False):
 
 
 def _hands_on(ctx, need) -> bool:
-    """Whether x's gradient goes to a function, an attribute of x (exact.py), before those of the weights."""
-    return ctx.on_gradient is not None and need.x and is_asked(ctx.next_functions[0][0])
+    """Whether x's gradient goes to a function, an attribute of x (exact.py), before those of the weights. A
+    compiled backward has an order of its own."""
+    if ctx.on_gradient is None or not need.x or torch.compiler.is_compiling():
+        return False
+    return is_asked(ctx.next_functions[0][0])
 
 
 def up_gradients(args: tuple, main_grads: tuple, *of_router: Tensor) -> tuple[Tensor, ...]:

@@ -61,7 +61,7 @@ if [ -n "$suite" ]; then
 fi
 
 # Only our kernels are looked at. Not so in initcheck: it has to see what PyTorch's kernels write, so there
-# the reports are sifted instead. Without PyTorch's cache every tensor is an allocation of its own, so that
+# the reports are sifted instead, all of them: tests copy rows that nothing wrote. Without PyTorch's cache every tensor is an allocation of its own, so that
 # one element past its end is seen.
 for tool in $tools; do
     options=(--tool "$tool" --target-processes all --report-api-errors no --show-backtrace device)
@@ -76,7 +76,7 @@ for tool in $tools; do
     # one instruction can initialise eight. This is enough for 132 CTAs.
     if [ "$tool" = synccheck ]; then options+=(--num-cuda-barriers 4096); fi
     log=$logs/$tool start=$SECONDS
-    FUSED_MOE_TIER=$tier PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer "${options[@]}" --print-limit 1000 \
+    FUSED_MOE_TIER=$tier PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer "${options[@]}" --print-limit 1000000 \
         "$python" -m pytest --device cuda -m sanitizer -q -p no:cacheprovider "${select[@]}" tests/cuda 2>&1 | tee "$log"
     [ "${PIPESTATUS[0]}" -eq 0 ] || failed=1
     # A report ends with an empty line; one of its lines names the kernel: "at void fused_moe::..."
