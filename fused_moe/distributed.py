@@ -224,9 +224,6 @@ class ExpertParallel(ParallelStyle):
 class ParallelExperts(Counting, Experts):
     """The experts of a layer after `ExpertParallel`: this rank holds E/N of them, as DTensors.
 
-    Hooks see the arguments x, scores and ids, and the routed experts' output. While there are some, shared
-    experts do not overlap with the exchange.
-
     Attributes:
         dropped_rows: () int64, rows dropped by this rank since it was last zeroed.
 
@@ -238,7 +235,8 @@ class ParallelExperts(Counting, Experts):
     """
 
     counters = ("dropped_rows",)
-    adds_shared = True
+    runs_shared = True
+    beside: Any = None  # during a layer's call: what runs beside the exchange, if its sizes are exact
     mesh: DeviceMesh
     static: bool
     capacity: int | None
@@ -267,10 +265,11 @@ class ParallelExperts(Counting, Experts):
         super().take_lora(name, adapters)
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, scores: Tensor, ids: Tensor, shared: Callable[[], Tensor] | None = None
+        self, x: Tensor, scores: Tensor, ids: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Takes this rank's x (T, D), scores and ids (T, K); returns out (T, D), counts (E,) of its slots.
-        What `shared` computes is added; the exchange runs meanwhile, if its sizes are exact."""
+        """Takes this rank's x (T, D), scores and ids (T, K); returns out (T, D), counts (E,) of its slots."""
+        if (beside := self.beside) is not None:
+            self.beside = None
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # before the exchange
         if self.symmetric:
@@ -282,14 +281,14 @@ class ParallelExperts(Counting, Experts):
             slots, scores = function.route_plan(ids, self.num_experts), scores.to(score_dtype(x))
             counts = slots.counts
             if not self.static:
-                call = (x, scores, ids, slots, self._prepare_experts, shared)
+                call = (x, scores, ids, slots, self._prepare_experts, beside)
                 how: dict[str, Any] = {"bounds": not self._is_quantised, "meet": self.meet}
-                out, shared = exchanged_experts(self._ranks, *call, **how), None
+                out = exchanged_experts(self._ranks, *call, **how)
             else:
                 forward = self._forward_by_rank if self.combine == "rank" else self._forward_by_slot
                 out = forward(x, scores, ids, slots)
         checks.check_one_gradient(FN, out)
-        return (out if shared is None else out + shared()), counts
+        return out, counts
 
     def _forward_by_slot(self, x: Tensor, scores: Tensor, ids: Tensor, slots: Plan) -> Tensor:
         """A row comes back for each slot, and the token's rank adds them, weighted."""

@@ -28,9 +28,9 @@ from .padding import zero_padding
 from .paths import (
     FN,
     Operands,
-    adds_shared,
     keeps_padding,
     operands_to_join,
+    runs_shared,
     stock,
     why_added_after,
     why_called,
@@ -314,6 +314,21 @@ class SharedExperts(nn.Module):
             counts = num_tokens.reshape(1).clamp(0, x.size(0))
         shared = function.grouped_mlp(x, w1, w2, w3, counts, **settings)
         return shared, None if gate is None else linear_logits(x, gate)
+
+
+class Beside:
+    """Shared experts that run beside the exchange; `out` is None until they have run.
+
+    Experts have it as an attribute, so that hooks see only their arguments and their own output. Hooks do not
+    change when it runs, because one rank alone may have some: backward sums gradients of shared experts over
+    ranks between exchanges, and collectives need the same order on all ranks."""
+
+    def __init__(self, compute: Callable[[], Tensor]):
+        self.compute = compute
+        self.out: Tensor | None = None
+
+    def __call__(self) -> None:
+        self.out = self.compute()
 
 
 def _gated(logits: Tensor, shared: Tensor) -> Tensor:
@@ -653,17 +668,20 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         if tape is not None and ids is None and (ids := tape.take(tokens, self.top_k)) is not None:
             given["ids"] = ids
         shared: tuple = (None, None)
+        beside: Beside | None = None
         if combines:
             shared = self._shared_operands(tokens, num_tokens)
-        elif self.shared_experts is not None and self.latent_down is None and adds_shared(self.experts):
-            shared = (partial(self._shared, tokens, num_tokens),)
+        elif self.shared_experts is not None and self.latent_down is None and runs_shared(self.experts):
+            beside = Beside(partial(self._shared, tokens, num_tokens))
+            cast(Any, self.experts).beside = beside
         out, counts, ids, logits = self._routed(tokens, joined, given, shared)
         if tape is not None:
             tape.note(ids)
         if self.training and self._count("tokens_per_expert", counts) and self.load_balance_coeff is not None:
             self._watch_balance()
         if self.shared_experts is not None and shared[0] is None:
-            out = out + self._shared(tokens, num_tokens)
+            added = None if beside is None else beside.out
+            out = out + (self._shared(tokens, num_tokens) if added is None else added)
         if x.dim() != 2:
             out = reshaped(out, x.shape)
         results: list[Tensor | RouterLosses] = [out]
@@ -718,8 +736,7 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         self, x: Tensor, joined: Operands | str, given: dict, shared: tuple
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The routed experts' out (T, D) and counts (E,), the router's ids (T, K) and logits (T, E). `given`
-        are the router's ids and num_tokens, `shared` the combine's shared and shared_gate, or what
-        `adds_shared` says."""
+        are the router's ids and num_tokens, `shared` the combine's shared and shared_gate."""
         modules: dict[str, Any] = self._modules
         buffers = self._buffers  # an attribute takes ten times as long
         bias = buffers["expert_bias"] if "expert_bias" in buffers else self.expert_bias

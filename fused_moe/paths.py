@@ -279,25 +279,10 @@ def why_added_after(layer: MoELayer, x: Tensor) -> str | None:
     )
 
 
-def adds_shared(experts: Any) -> bool:
-    """Whether experts take, as a fourth argument, a function for shared experts whose result they add: those
-    over several ranks, whose exchange runs meanwhile. A wrapper, as checkpoints have, passes attributes on,
-    so the type is asked. Users' hooks see the experts' own arguments and output."""
-    if not getattr(type(experts), "adds_shared", False) or torch.compiler.is_compiling():
-        return False
-    return not (has_users_hooks(experts) or why_observed())
-
-
-def has_users_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks beside PyTorch's, as those of `fully_shard`, and ours."""
-    hooks = (
-        *module._forward_pre_hooks.values(),
-        *module._forward_hooks.values(),
-        *module._backward_pre_hooks.values(),
-        *module._backward_hooks.values(),
-    )
-    owners = (getattr(getattr(hook, "func", hook), "__module__", None) for hook in hooks)  # .func: a partial
-    return not all(owner and owner.startswith(("torch.", f"{__package__}.")) for owner in owners)
+def runs_shared(experts: Any) -> bool:
+    """Whether experts run what is in their `beside` beside their exchange: those over several ranks. A
+    wrapper, as checkpoints have, passes attributes on, so the type is asked."""
+    return getattr(type(experts), "runs_shared", False) and not torch.compiler.is_compiling()
 
 
 def keeps_padding(layer: MoELayer, x: Tensor, joined: Operands | str, combines: bool) -> bool:

@@ -362,9 +362,7 @@ CPU = listed({
     ("gradients of weights come before those of rows",
      "if _hands_on(ctx, need):\n        dx, *_,", "if False:\n        dx, *_,")],
   ("fused_moe/module.py", "tests/test_distributed.py -k exact_exchanges"): [
-    ("shared experts wait for the exchange", "and adds_shared(self.experts)", "and False")],
-  ("fused_moe/paths.py", "tests/test_distributed.py -k recomputed_ones"): [
-    ("a wrapper's experts add what it does not recompute", "getattr(type(experts), ", "getattr(experts, ")],
+    ("shared experts wait for the exchange", "and runs_shared(self.experts)", "and False")],
   ("fused_moe/distributed.py", "tests/test_distributed.py -k overflow_is_counted"): [
     ("tokens of dropped slots are sent", "< 0, -1, ids)", "< 0, ids, ids)")],
   ("fused_moe/distributed.py", "tests/test_distributed.py -k without_fully_shard"): [

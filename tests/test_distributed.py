@@ -34,7 +34,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fused_moe
-from fused_moe import FusedMoE, QuantizedWeight, add_lora, exchange, paths, quantize, reference
+from fused_moe import FusedMoE, QuantizedWeight, add_lora, exchange, quantize, reference
 from fused_moe.checkpoint import blocks, load_layer, to_hf
 from fused_moe.distributed import ExpertParallel
 from fused_moe.quantized import sharding, tiles
@@ -741,19 +741,30 @@ def test_hooks_on_experts_see_no_shared_experts(workers, device, options):
                 assert a is b is None or torch.equal(a, b), kind
 
 
-def hooks_of_others(rank, device):
-    """Whether experts add shared experts: beside the hooks of `fully_shard`, and beside a user's."""
-    mesh = init_device_mesh(device.type, (1, RANKS), mesh_dim_names=("dp", "ep"))
-    experts = parallelize_module(new_layer(device), mesh["ep"], ExpertParallel()).experts
-    fully_shard(experts, mesh=mesh["dp"])
-    found = [paths.adds_shared(experts)]
-    with experts.register_forward_hook(partial(breaks)):
-        found.append(paths.adds_shared(experts))
-    return [*found, paths.adds_shared(experts)]
+def steps_with_a_hook_on_one_rank(rank, device, options):
+    """A layer's step without a hook, and with one on rank 0 alone."""
+    layer = new_layer(device)
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel(**options))
+    x, dout = new_signals(device)
+
+    def step():
+        layer.zero_grad()
+        own = x.clone().requires_grad_()
+        layer(own).backward(dout)
+        return [own.grad, *(whole(p.grad) for p in layer.parameters())]
+
+    expected = step()
+    if rank == 0:
+        layer.experts.register_forward_hook(lambda *_: None)
+    return expected, step()
 
 
-def test_hooks_of_fully_shard_keep_the_overlap(workers):
-    assert workers(hooks_of_others) == [[True, False, True]] * RANKS
+@exact_alone
+def test_a_hook_on_one_rank(workers, device, options):
+    """Ranks run the same collectives in the same order: backward sums gradients of shared experts, too."""
+    for expected, found in workers(steps_with_a_hook_on_one_rank, options):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def exchanges_for_scores(rank, device, options):
