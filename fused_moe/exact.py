@@ -153,13 +153,14 @@ def exchanged_experts(
     ids: Tensor,
     slots: Plan,
     prepare: Callable[[], Callable[..., Tensor]],
-    shared: Callable[[], Tensor] | None = None,
+    shared: Callable[[], Tensor | None] | None = None,
     *,
     bounds: bool = True,
     meet: Callable[[], None] | None = None,
 ) -> Tensor:
     """The experts of all ranks on this rank's x (T, D), with scores (T, K) of `score_dtype` and ids (T, K),
-    whose plan is `slots`: out (T, D), to which what `shared` computes is added.
+    whose plan is `slots`: out (T, D). `shared` runs beside the exchange, and what it returns, if it does, is
+    added.
 
     `prepare` returns this rank's experts, a function of received rows (R, D), scores and ids (R, K) among
     them, others outside [0, E/N), and max_rows. At most max_rows slots have an expert here; it is None
