@@ -327,13 +327,13 @@ template <class Config>
 __device__ inline void produce_eight_bit(const GemmOf<Config> &p, EightBitMemory<Config> &s, int warp) {
     if constexpr (Config::FEW_ROWS) {
         produce<Config>(p, s, warp);
-        return;
+    } else {
+        if (!p.tiles.pdl.reads_before_wait) griddepcontrol_wait();
+        if (warp == 3)
+            fetch_gemm_tiles<Config::CUT_ROWS>(p, s.queue);
+        else if (warp == 0)
+            load_tma<Config>(p, s);
     }
-    if (!p.tiles.pdl.reads_before_wait) griddepcontrol_wait();
-    if (warp == 3)
-        fetch_gemm_tiles<Config::CUT_ROWS>(p, s.queue);
-    else if (warp == 0)
-        load_tma<Config>(p, s);
 }
 
 template <class Config, typename Epilogue>
