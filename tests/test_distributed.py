@@ -703,39 +703,33 @@ HOOKS = {
 }
 
 
+def step_with(register, device, options, *, has_shared: bool = True):
+    """A layer's `step` while `register` has registered a hook on its experts."""
+    layer = new_layer(device)
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel(**options))
+    if not has_shared:
+        layer.shared_experts = None
+    with register(layer.experts):
+        return step(layer, *new_signals(device))
+
+
 def steps_with_hooks(rank, device, options):
     """A layer's step without a hook; for each kind of hook the step with one, what that sees, and what it
     sees if there are no shared experts."""
-    layer = new_layer(device)
-    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel(**options))
-    x, dout = new_signals(device)
-
-    def step_of(layer):
-        layer.zero_grad()
-        own = x.clone().requires_grad_()
-        out = layer(own)
-        out.backward(dout)
-        return [out.detach(), own.grad, *(whole(p.grad) for p in layer.parameters())]
-
-    expected, found = step_of(layer), {}
-    shared = layer.shared_experts
+    expected, found = step_with(nullcontext, device, options), {}
     for kind, register in HOOKS.items():
         seen = []
-        with register(layer.experts, lambda tensors, seen=seen: seen.append(tensors)):
-            step = step_of(layer)
-            layer.shared_experts = None
-            step_of(layer)
-            layer.shared_experts = shared
-        found[kind] = step, *seen
+        with_hook = partial(register, note=seen.append)
+        found[kind] = step_with(with_hook, device, options), seen
+        step_with(with_hook, device, options, has_shared=False)
     return expected, found
 
 
 @exact_alone
 def test_hooks_on_experts_see_no_shared_experts(workers, device, options):
     for expected, found in workers(steps_with_hooks, options):
-        for kind, (step, seen, alone) in found.items():
-            for a, b in zip(step, expected, strict=True):
-                torch.testing.assert_close(a, b, msg=kind)
+        for kind, (result, (seen, alone)) in found.items():
+            torch.testing.assert_close(result, expected, msg=kind)
             assert len(seen) == len(alone), kind
             for a, b in zip(seen, alone, strict=True):
                 assert a is b is None or torch.equal(a, b), kind
@@ -743,28 +737,15 @@ def test_hooks_on_experts_see_no_shared_experts(workers, device, options):
 
 def steps_with_a_hook_on_one_rank(rank, device, options):
     """A layer's step without a hook, and with one on rank 0 alone."""
-    layer = new_layer(device)
-    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel(**options))
-    x, dout = new_signals(device)
-
-    def step():
-        layer.zero_grad()
-        own = x.clone().requires_grad_()
-        layer(own).backward(dout)
-        return [own.grad, *(whole(p.grad) for p in layer.parameters())]
-
-    expected = step()
-    if rank == 0:
-        layer.experts.register_forward_hook(lambda *_: None)
-    return expected, step()
+    register = nullcontext if rank else partial(HOOKS["after"], note=lambda tensors: None)
+    return [step_with(each, device, options) for each in (nullcontext, register)]
 
 
 @exact_alone
 def test_a_hook_on_one_rank(workers, device, options):
     """Ranks run the same collectives in the same order: backward sums gradients of shared experts, too."""
     for expected, found in workers(steps_with_a_hook_on_one_rank, options):
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(found, expected)
 
 
 def exchanges_for_scores(rank, device, options):
