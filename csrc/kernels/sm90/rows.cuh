@@ -18,7 +18,7 @@ constexpr int TAIL_ROWS = 16;
 /* Rows of A that a stage loads: all, or those that a swapped tile's wgmma reads, in boxes of TAIL_ROWS. */
 template <class Config>
 __device__ inline int rows_of_stage(const WorkTile &tile) {
-    if (Config::BM == TAIL_ROWS) return TAIL_ROWS; /* of a wrong plan's tile without rows, too */
+    if (Config::BM == TAIL_ROWS) return TAIL_ROWS; /* a wrong plan's tile may have no rows */
     if (Config::ALL_SWAPPED) return (tile.num_rows + TAIL_ROWS - 1) / TAIL_ROWS * TAIL_ROWS;
     return tile.skinny ? max(first_of(typename Config::Tokens(), tile.num_rows), TAIL_ROWS)
                        : FUSED_MOE_TILE_ROWS;
