@@ -515,6 +515,7 @@ typedef struct {       /* dw[e] = sum over the row blocks b of e: scale[b] a[b] 
 
 /* Advises the system that a fresh tensor of this many bytes is about to be written. */
 void fused_moe_cpu_prepare(void *data, int64_t bytes);
+const char *fused_moe_cpu_bf16(void); /* how the CPU multiplies bfloat16, in words */
 
 int fused_moe_cpu_router_logits(const FusedMoeRouterLogits *p);
 int fused_moe_cpu_router_dgrad(const FusedMoeRouterDgrad *p);

@@ -102,8 +102,8 @@ CPU = listed({
   ("csrc/cpu/router_dgrad.c", "tests/test_experts.py"): [
     ("the router's gradient replaces the experts'", "if (p->accumulate) {", "if (false) {")],
   ("csrc/cpu/matrix.c", "tests/test_experts.py"): [
-    ("gather reads the next token", "->row_token[r] * g->width + col", "->row_token[r ^ 1] * g->width + col"),
-    ("one score for all inputs of a tile", "g->row_slot[r])", "g->row_slot[first])")],
+    ("gather reads the next token", "? g->row_token[r] : r", "? g->row_token[r ^ 1] : r"),
+    ("one score for all inputs of a tile", "g->row_slot[r])", "g->row_slot[r / 256 * 256])")],
   ("csrc/cpu/matrix.c", "tests/test_grouped_mm.py"): [
     ("a part of a matrix starts a row late", "row * m.row_stride +", "(row + (row > 0)) * m.row_stride +")],
   ("csrc/cpu/up_gate.c", "tests/test_experts.py"): [
@@ -239,7 +239,7 @@ CPU = listed({
     ("a scale of 255 is infinite", "if (code == 255) return NAN;", ""),
     ("int4 is unsigned", "(float)((pairs[i] & 15) - 8);", "(float)(pairs[i] & 15);"),
     ("every expert has the first one's scales", "e * row_blocks + row / w->block_out", "row / w->block_out"),
-    ("values are not rounded", "v->round(accum, n);", "")],
+    ("values are not rounded", "v->round(values, n);", ";")],
   ("fused_moe/quantized/formats.py", "tests/test_quantized.py"): [
     ("half of a code is away from even", "torch.where(down % 2 == 0, down, up)", "up")],
   ("fused_moe/quantized/formats.py", "tests/test_eight_bits.py"): [

@@ -73,6 +73,15 @@ def test_any_sizes(device, counts, spare, widths, dtype, form, seed):
     check_against_reference("grouped_mm", inputs, FORMS[form](dout), offsets=ends)
 
 
+@ALL_DTYPES
+@pytest.mark.parametrize("form", ("contiguous", "swapped", "strided"))
+def test_more_than_a_block_of_all_sizes(device, dtype, form):
+    """Rows, width and outputs past the blocks that the CPU's own GEMM walks in, in any strides."""
+    inputs, dout, ends = setup(device, dtype, (245, 6), 0, 301, 75)
+    inputs = {name: FORMS[form](value) for name, value in inputs.items()}
+    check_against_reference("grouped_mm", inputs, FORMS[form](dout), STRICT, offsets=ends)
+
+
 def test_many_experts(device):
     """1024 experts, most of them empty."""
     counts = [3 if e % 100 == 7 else 0 for e in range(1024)]
@@ -120,9 +129,10 @@ def test_each_gradient_alone(device):
         assert torch.equal(alone[f"d{name}"], both[f"d{name}"])
 
 
-def test_same_bits_on_any_number_of_threads(cpu, threads):
+@ALL_DTYPES
+def test_same_bits_on_any_number_of_threads(cpu, threads, dtype):
     """1, 2 and 3 threads give the same bits; so does a second run."""
-    inputs, dout, ends = setup(cpu, F32, (200, 0, 60, 1, 300), 0, 96, 64)
+    inputs, dout, ends = setup(cpu, dtype, (200, 0, 60, 1, 300), 0, 96, 64)
     threads(1)
     first = forward_backward(grouped_mm, inputs, dout, offsets=ends)
     for n in (1, 2, 3):

@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +31,22 @@ def test_info_tells_versions_tiers_and_threads(device):
     assert Path(info["library"]).exists()
     assert info["tiers"]["cpu"] == "on"
     assert info["cpu"]["threads"] == torch.get_num_threads()
+
+
+def test_info_tells_how_the_cpu_multiplies_bfloat16(cpu):
+    """By its own instructions, if it has them and the compiler knows them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if platform.machine() != "x86_64" or not cpuinfo.exists():
+        pytest.skip("only Linux on x86-64 tells the CPU's instructions in /proc/cpuinfo")
+    compiler = FACTS["build"]["c_compiler"]
+    if "clang" in compiler or int(re.findall(r"(\d+)\.\d+", compiler)[-1]) < 11:
+        pytest.skip(f"the library was compiled by {compiler}, not by gcc 11 or newer")
+    flags = cpuinfo.read_text().split()
+    expected = {"avx512_bf16": "by AVX512_BF16", "amx_bf16": "by AMX"}
+    found = fused_moe.info()["cpu"]["bfloat16"].removeprefix("multiplied ")
+    assert found == next(
+        (expected[flag] for flag in ("amx_bf16", "avx512_bf16") if flag in flags), "as float32"
+    )
 
 
 def test_info_tells_how_it_was_built(device):

@@ -2,11 +2,11 @@
  *
  * Arithmetic is in the accumulation type: float, for float64 tensors double. A kernel converts what it reads
  * in a thread's scratch, multiplies and sums there, and rounds once when it writes. So 16-bit tensors are as
- * accurate as float sums make them, and on CPUs without 16-bit matrix units PyTorch's float matmul is also
- * several times faster than its 16-bit one.
+ * accurate as float sums make them. Operands of a GEMM are of the accumulation type, too, but for bfloat16 on
+ * CPUs that multiply it (bf16.c).
  *
- * FmRows is the table of row functions of one dtype (rows.c): the only code that knows an element. torch.c is
- * the only file that knows PyTorch: its thread pool and its matmul. */
+ * FmRows is the table of row functions of one dtype (rows.c): with bf16.c the only code that knows an element.
+ * torch.c is the only file that knows PyTorch: its thread pool and its matmul. */
 #ifndef FUSED_MOE_CPU_H
 #define FUSED_MOE_CPU_H
 
@@ -47,7 +47,8 @@ FM_INLINE float fm_float_from_bits(uint32_t bits) {
 
 typedef struct {
     size_t elem_bytes, accum_bytes;
-    bool is_accum; /* elements are of the accumulation type: views need no conversion */
+    size_t operand_bytes; /* of what fm_matmul multiplies: elements, or the accumulation type */
+    bool is_accum;        /* elements are of the accumulation type: views need no conversion */
     void (*load)(void *accum, const void *elem, int64_t n);
     void (*store)(void *elem, const void *accum, int64_t n);
     void (*round)(void *accum, int64_t n);                      /* to elements' values */
@@ -67,7 +68,12 @@ typedef struct {
     void (*set)(void *accum, int64_t i, double value);
 } FmRows;
 
-const FmRows *fm_rows(FusedMoeDtype dtype); /* NULL: not a floating dtype */
+const FmRows *fm_rows(FusedMoeDtype dtype);   /* NULL: not a floating dtype */
+const FmRows *fm_accum_rows(const FmRows *v); /* those of the accumulation type */
+
+static inline bool fm_multiplies_elements(const FmRows *v) {
+    return v->operand_bytes == v->elem_bytes;
+}
 
 /* --- matrix.c: strided matrices, and tiles of rows ------------------------------------------------------ */
 
@@ -87,7 +93,10 @@ FmMatrix fm_expert(const FusedMoeWeight *w, size_t elem_bytes, int32_t e, int64_
 FmMatrix fm_dense_as(FmMatrix m, void *buffer);
 /* m itself where is_accum, else a copy in the accumulation type in buffer, dense in m's orientation. */
 FmMatrix fm_to_accum(const FmRows *v, FmMatrix m, void *buffer);
-/* A matrix of the accumulation type to compute m in: m itself where is_accum, else buffer. */
+/* m as an operand of fm_matmul: m itself where that multiplies elements, else as fm_to_accum. */
+FmMatrix fm_operand(const FmRows *v, FmMatrix m, void *buffer);
+/* A matrix of the accumulation type to compute m in: m itself where is_accum and one of its strides is 1, else
+ * buffer. */
 FmMatrix fm_accum_for(const FmRows *v, FmMatrix m, void *buffer);
 /* Rounds what fm_accum_for gave into m; nothing to do where that was m itself. */
 void fm_from_accum(const FmRows *v, FmMatrix m, FmMatrix accum);
@@ -95,9 +104,8 @@ void fm_from_accum(const FmRows *v, FmMatrix m, FmMatrix accum);
 void fm_add(const FmRows *v, FmMatrix m, FmMatrix accum);
 void fm_zero(const FmRows *v, FmMatrix m);
 
-/* Rows [first, first + rows) read through row_token, columns [col, col + cols), in the accumulation type;
- * with scores each row is multiplied by its own and rounded to the dtype, as the host library does before it
- * calls an expert. */
+/* Rows that are read through row_token; with scores each is multiplied by its own and rounded to the dtype, as
+ * the host library does before it calls an expert. */
 typedef struct {
     const void *x;
     int64_t width;
@@ -106,17 +114,20 @@ typedef struct {
     const void *scores; /* NULL: ones */
 } FmGather;
 
+/* Columns [col, col + cols) of row r, in the accumulation type. */
+void fm_gather_row(const FmRows *v, const FmGather *g, int64_t r, int64_t col, int64_t cols, void *accum);
+/* Columns [col, col + cols) of rows [first, first + rows), as an operand. */
 FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t rows, int64_t col, int64_t cols,
                    void *buffer);
 
 /* --- quantized.c: tiles of a weight, which may be quantised --------------------------------------------- */
 
-/* Rows [row, row + rows) and columns [col, col + cols) of expert e, rounded to the dtype, in the accumulation
- * type; col and cols are even where two codes share a byte. */
+/* Rows [row, row + rows) and columns [col, col + cols) of expert e, rounded to the dtype, as an operand; col
+ * and cols are even where two codes share a byte. */
 FmMatrix fm_dequantize(const FmRows *v, const FusedMoeQuantizedWeight *w, int64_t e, int64_t row,
                        int64_t rows, int64_t col, int64_t cols, void *buffer);
-/* Rows [row, row + rows) and columns [col, col + cols) of expert e of a weight (out, in), in the accumulation
- * type: as fm_to_accum, but a quantised weight is always made in buffer. */
+/* Rows [row, row + rows) and columns [col, col + cols) of expert e of a weight (out, in), as an operand; a
+ * quantised weight's is always made in buffer. */
 FmMatrix fm_weight_part(const FmRows *v, const FusedMoeWeight *w, int32_t e, int64_t row, int64_t rows,
                         int64_t col, int64_t cols, void *buffer);
 
@@ -211,8 +222,15 @@ int fm_parallel(int64_t n, int64_t work, FmTask *task, const void *ctx, size_t s
 /* Into how many parts to split the columns of every tile, so that few tiles still keep every thread busy. */
 int64_t fm_parts(int64_t tiles, int64_t width);
 
-/* out = a b, or out += a b, of matrices of the accumulation type. */
+/* out = a b, or out += a b: out is of the accumulation type with a stride of 1, a and b are operands. */
 int fm_matmul(const FmRows *v, FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate);
+
+/* --- bf16.c: bfloat16 operands -------------------------------------------------------------------------- */
+
+bool fm_multiplies_bf16(void);
+int fm_bf16_matmul(FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate); /* as fm_matmul */
+
+/* --- scratch -------------------------------------------------------------------------------------------- */
 
 /* Carves up a thread's scratch: first the size of it all (scratch NULL), then the buffers. */
 static inline void *fm_take(char **scratch, size_t *total, size_t bytes) {

@@ -19,7 +19,7 @@ typedef struct {
 } Rows;
 
 typedef struct {
-    void *dout, *w, *g, *bias;
+    void *dout, *w, *g, *bias, *dout_row;
     double *dscore;
     Rows rows;
 } Buffers;
@@ -39,13 +39,14 @@ static Rows take_rows(size_t accum_bytes, int64_t cols, char **scratch, size_t *
 
 static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     const FusedMoeDownDgrad *p = t->p;
-    size_t accum = t->v->accum_bytes;
+    size_t accum = t->v->accum_bytes, operand = t->v->operand_bytes;
     int64_t rows = fm_min(p->row_map.R, FM_TILE_ROWS), cols = fm_min(p->F, FM_TILE_COLS);
     Buffers s;
-    s.dout = fm_take(&scratch, bytes, rows * p->D * accum);
-    s.w = fm_take(&scratch, bytes, t->v->is_accum ? 0 : cols * p->D * accum);
+    s.dout = fm_take(&scratch, bytes, rows * p->D * operand);
+    s.w = fm_take(&scratch, bytes, fm_multiplies_elements(t->v) ? 0 : cols * p->D * operand);
     s.g = fm_take(&scratch, bytes, rows * cols * accum);
     s.bias = fm_take(&scratch, bytes, p->b2 ? p->D * accum : 0);
+    s.dout_row = fm_take(&scratch, bytes, p->b2 ? p->D * accum : 0);
     s.dscore = fm_take(&scratch, bytes, rows * sizeof *s.dscore);
     s.rows = take_rows(accum, cols, &scratch, bytes);
     return s;
@@ -68,14 +69,16 @@ static int down_dgrad_tile(int64_t i, const void *ctx, char *scratch) {
     memset(s.dscore, 0, tile.num_rows * sizeof *s.dscore);
     if (p->dscores && p->b2) {
         v->load(s.bias, fm_at(p->b2, v->elem_bytes, tile.expert * p->D), p->D);
-        for (int64_t r = 0; r < tile.num_rows; r++)
-            s.dscore[r] = v->dot(fm_at(dout.data, v->accum_bytes, r * dout.row_stride), s.bias, p->D);
+        for (int64_t r = 0; r < tile.num_rows; r++) {
+            fm_gather_row(v, &gather, tile.first_row + r, 0, p->D, s.dout_row);
+            s.dscore[r] = v->dot(s.dout_row, s.bias, p->D);
+        }
     }
 
     FmMatrix all_w = fm_expert(&p->w2, v->elem_bytes, tile.expert, p->D, p->F);
     for (int64_t j = 0; j < p->F; j += FM_TILE_COLS) {
         int64_t n = fm_min(FM_TILE_COLS, p->F - j);
-        FmMatrix w = fm_to_accum(v, fm_part(all_w, v->elem_bytes, 0, p->D, j, n), s.w);
+        FmMatrix w = fm_operand(v, fm_part(all_w, v->elem_bytes, 0, p->D, j, n), s.w);
         FmMatrix g = fm_dense(s.g, tile.num_rows, n);
         int status = fm_matmul(v, g, dout, w, false);
         if (status != FUSED_MOE_OK) return status;

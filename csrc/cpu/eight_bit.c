@@ -76,8 +76,7 @@ static int64_t rows_of(const FusedMoeRowMap *row_map) {
 }
 
 static void load_row(const FusedMoeQuantizeRows *p, const FmGather *gather, int64_t r, float *values) {
-    const FmMatrix row = fm_gather(fm_rows(p->dtype), gather, r, 1, 0, p->D, values);
-    if (row.data != values) fm_copy(values, row.data, p->D * (int64_t)sizeof *values);
+    fm_gather_row(fm_rows(p->dtype), gather, r, 0, p->D, values);
 }
 
 static int quantize_block(int64_t block, const void *ctx, char *scratch) {

@@ -21,16 +21,16 @@ typedef struct {
 
 static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     const FusedMoeGroupedMM *p = t->p;
-    size_t accum = t->v->accum_bytes;
+    size_t accum = t->v->accum_bytes, operand = t->v->operand_bytes;
     int64_t rows = fm_min(p->R, FM_TILE_ROWS), cols = fm_min(p->M, FM_TILE_COLS);
-    bool copies = !t->v->is_accum;
+    bool copies = !fm_multiplies_elements(t->v);
     Buffers s;
     for (int i = 0; i < 2; i++)
-        s.a[i] = fm_take(&scratch, bytes, copies && p->b[i].data ? rows * p->N[i] * accum : 0);
+        s.a[i] = fm_take(&scratch, bytes, copies && p->b[i].data ? rows * p->N[i] * operand : 0);
     int64_t depth = p->N[0] > p->N[1] ? p->N[0] : p->N[1];
-    s.b =
-        fm_take(&scratch, bytes, copies || p->b[0].quantized || p->b[1].quantized ? cols * depth * accum : 0);
-    s.out = fm_take(&scratch, bytes, copies ? rows * cols * accum : 0);
+    bool makes_b = copies || p->b[0].quantized || p->b[1].quantized;
+    s.b = fm_take(&scratch, bytes, makes_b ? cols * depth * operand : 0);
+    s.out = fm_take(&scratch, bytes, t->v->is_accum ? 0 : rows * cols * accum);
     s.bias = fm_take(&scratch, bytes, cols * accum);
     return s;
 }
@@ -46,7 +46,7 @@ static int grouped_mm_tile(int64_t i, const void *ctx, char *scratch) {
 
     FmMatrix all_a = fm_dense((void *)p->a, p->R, p->N[0] + p->N[1]), a[2];
     for (int part = 0; part < 2 && p->b[part].data; part++)
-        a[part] = fm_to_accum(
+        a[part] = fm_operand(
             v, fm_part(all_a, v->elem_bytes, tile.first_row, tile.num_rows, part ? p->N[0] : 0, p->N[part]),
             s.a[part]);
 

@@ -44,16 +44,20 @@ FmMatrix fm_dense_as(FmMatrix m, void *buffer) {
 }
 
 FmMatrix fm_accum_for(const FmRows *v, FmMatrix m, void *buffer) {
-    return v->is_accum ? m : fm_dense_as(m, buffer);
+    return v->is_accum && (m.col_stride == 1 || m.row_stride == 1) ? m : fm_dense_as(m, buffer);
 }
 
 FmMatrix fm_to_accum(const FmRows *v, FmMatrix m, void *buffer) {
-    FmMatrix accum = fm_accum_for(v, m, buffer);
-    if (v->is_accum) return accum;
+    if (v->is_accum) return m;
     if (is_transposed(m)) return fm_transposed(fm_to_accum(v, fm_transposed(m), buffer));
+    FmMatrix accum = fm_dense_as(m, buffer);
     FOR_RUNS(m, run, i, j)
     v->load(element(accum, v->accum_bytes, i, j), element(m, v->elem_bytes, i, j), run);
     return accum;
+}
+
+FmMatrix fm_operand(const FmRows *v, FmMatrix m, void *buffer) {
+    return fm_multiplies_elements(v) ? m : fm_to_accum(v, m, buffer);
 }
 
 void fm_from_accum(const FmRows *v, FmMatrix m, FmMatrix accum) {
@@ -77,22 +81,44 @@ void fm_zero(const FmRows *v, FmMatrix m) {
 
 /* --- rows through a map --------------------------------------------------------------------------------- */
 
+static void *gathered(const FmRows *v, const FmGather *g, int64_t r, int64_t col) {
+    return fm_at(g->x, v->elem_bytes, (g->row_token ? g->row_token[r] : r) * g->width + col);
+}
+
+void fm_gather_row(const FmRows *v, const FmGather *g, int64_t r, int64_t col, int64_t cols, void *accum) {
+    v->load(accum, gathered(v, g, r, col), cols);
+    if (!g->row_token || !g->scores) return;
+    v->scale(accum, v->get(g->scores, g->row_slot[r]), accum, cols);
+    v->round(accum, cols); /* as the host library does */
+}
+
+static void gather_elements(const FmRows *v, const FmGather *g, int64_t r, int64_t col, int64_t cols,
+                            void *row) {
+    double accum[FM_TILE_COLS]; /* or of float */
+    for (int64_t j = 0; j < cols; j += FM_TILE_COLS) {
+        int64_t n = fm_min(FM_TILE_COLS, cols - j);
+        fm_gather_row(v, g, r, col + j, n, accum);
+        v->store(fm_at(row, v->elem_bytes, j), accum, n);
+    }
+}
+
 FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t rows, int64_t col, int64_t cols,
                    void *buffer) {
     if (!g->row_token) {
         FmMatrix rows_of_x = {fm_at(g->x, v->elem_bytes, first * g->width + col), rows, cols, g->width, 1};
-        return fm_to_accum(v, rows_of_x, buffer);
+        return fm_operand(v, rows_of_x, buffer);
     }
-    FmMatrix accum = fm_dense(buffer, rows, cols);
     for (int64_t i = 0; i < rows; i++) {
         int64_t r = first + i;
-        void *row = fm_at(buffer, v->accum_bytes, i * cols);
-        v->load(row, fm_at(g->x, v->elem_bytes, g->row_token[r] * g->width + col), cols);
-        if (!g->scores) continue;
-        v->scale(row, v->get(g->scores, g->row_slot[r]), row, cols);
-        v->round(row, cols); /* as the host library does */
+        void *row = fm_at(buffer, v->operand_bytes, i * cols);
+        if (fm_multiplies_elements(v) && !g->scores)
+            fm_copy(row, gathered(v, g, r, col), cols * (int64_t)v->elem_bytes);
+        else if (v->operand_bytes == v->accum_bytes)
+            fm_gather_row(v, g, r, col, cols, row);
+        else
+            gather_elements(v, g, r, col, cols, row);
     }
-    return accum;
+    return fm_dense(buffer, rows, cols);
 }
 
 /* --- experts' rows -------------------------------------------------------------------------------------- */

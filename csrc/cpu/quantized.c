@@ -96,15 +96,19 @@ static void decode_row(const FusedMoeQuantizedWeight *w, int64_t e, int64_t row,
 
 FmMatrix fm_dequantize(const FmRows *v, const FusedMoeQuantizedWeight *w, int64_t e, int64_t row,
                        int64_t rows, int64_t col, int64_t cols, void *buffer) {
-    float values[FM_TILE_COLS]; /* of double */
-    const bool is_double = v->accum_bytes == sizeof(double);
+    float other[FM_TILE_COLS]; /* values of operands that are not float */
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0, n; j < cols; j += n) {
             n = fm_min(cols - j, FM_TILE_COLS);
-            void *accum = fm_at(buffer, v->accum_bytes, i * cols + j);
-            decode_row(w, e, row + i, col + j, n, is_double ? values : accum);
-            v->round(accum, n);
-            for (int64_t c = 0; is_double && c < n; c++) ((double *)accum)[c] = values[c];
+            void *operand = fm_at(buffer, v->operand_bytes, i * cols + j);
+            float *values = v->operand_bytes == sizeof(float) ? operand : other;
+            decode_row(w, e, row + i, col + j, n, values);
+            if (v->operand_bytes < sizeof(float))
+                v->store(operand, values, n);
+            else if (values == operand)
+                v->round(values, n);
+            else
+                for (int64_t c = 0; c < n; c++) ((double *)operand)[c] = values[c];
         }
     return fm_dense(buffer, rows, cols);
 }
@@ -113,7 +117,7 @@ FmMatrix fm_weight_part(const FmRows *v, const FusedMoeWeight *w, int32_t e, int
                         int64_t col, int64_t cols, void *buffer) {
     if (!w->quantized) {
         FmMatrix all = fm_expert(w, v->elem_bytes, e, row + rows, col + cols);
-        return fm_to_accum(v, fm_part(all, v->elem_bytes, row, rows, col, cols), buffer);
+        return fm_operand(v, fm_part(all, v->elem_bytes, row, rows, col, cols), buffer);
     }
     return w->quantized->transposed
                ? fm_transposed(fm_dequantize(v, w->quantized, e, col, cols, row, rows, buffer))

@@ -15,12 +15,12 @@ typedef struct {
 
 static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     const FusedMoeRouterDgrad *p = t->p;
-    size_t accum = t->v->accum_bytes;
-    int64_t experts = t->v->is_accum ? 0 : p->E, tokens = fm_min(p->T, BLOCK);
+    size_t accum = t->v->accum_bytes, operand = t->v->operand_bytes;
+    int64_t experts = fm_multiplies_elements(t->v) ? 0 : p->E, tokens = fm_min(p->T, BLOCK);
     int64_t columns = fm_min(p->D, FM_TILE_COLS);
     Buffers s;
-    s.dlogits = fm_take(&scratch, bytes, tokens * experts * accum);
-    s.weight = fm_take(&scratch, bytes, columns * experts * accum);
+    s.dlogits = fm_take(&scratch, bytes, tokens * experts * operand);
+    s.weight = fm_take(&scratch, bytes, columns * experts * operand);
     s.sum = fm_take(&scratch, bytes, tokens * columns * accum);
     s.before = fm_take(&scratch, bytes, columns * accum);
     s.rounded = fm_take(&scratch, bytes, columns * t->v->elem_bytes);
@@ -38,8 +38,8 @@ static int router_dgrad_block(int64_t i, const void *ctx, char *scratch) {
 
     FmMatrix all_dlogits = fm_dense((void *)p->dlogits, p->T, p->E);
     FmMatrix all_weight = fm_dense((void *)p->weight, p->E, p->D), sum = fm_dense(s.sum, tokens, columns);
-    FmMatrix dlogits = fm_to_accum(v, fm_part(all_dlogits, elem, token, tokens, 0, p->E), s.dlogits);
-    FmMatrix weight = fm_to_accum(v, fm_part(all_weight, elem, 0, p->E, column, columns), s.weight);
+    FmMatrix dlogits = fm_operand(v, fm_part(all_dlogits, elem, token, tokens, 0, p->E), s.dlogits);
+    FmMatrix weight = fm_operand(v, fm_part(all_weight, elem, 0, p->E, column, columns), s.weight);
     int status = fm_matmul(v, sum, dlogits, weight, false);
     for (int64_t row = 0; status == FUSED_MOE_OK && row < tokens; row++) {
         void *dx = fm_at(p->dx, elem, (token + row) * p->D + column);

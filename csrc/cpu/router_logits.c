@@ -47,7 +47,7 @@ static int router_logits_block(int64_t i, const void *ctx, char *scratch) {
         FmMatrix x = fm_to_accum(v, fm_part(all_x, v->elem_bytes, token, tokens, k, depth), s.x);
         FmMatrix weight =
             fm_to_accum(w, fm_part(all_weight, w->elem_bytes, expert, experts, k, depth), s.weight);
-        int status = fm_matmul(v, logits, x, fm_transposed(weight), k > 0);
+        int status = fm_matmul(fm_accum_rows(v), logits, x, fm_transposed(weight), k > 0);
         if (status != FUSED_MOE_OK) return status;
     }
     if (!p->bias) return FUSED_MOE_OK;

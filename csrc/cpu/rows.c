@@ -133,9 +133,10 @@ static void copy_double(void *dst, const void *src, int64_t n) {
 
 /* --- tables --------------------------------------------------------------------------------------------- */
 
-#define ROWS(accum, bytes, accum_elements, load_fn, store_fn, round_fn)                                      \
+#define ROWS(accum, bytes, operand, accum_elements, load_fn, store_fn, round_fn)                             \
     {.elem_bytes = bytes,                                                                                    \
      .accum_bytes = sizeof(accum),                                                                           \
+     .operand_bytes = operand,                                                                               \
      .is_accum = accum_elements,                                                                             \
      .load = load_fn,                                                                                        \
      .store = store_fn,                                                                                      \
@@ -154,10 +155,16 @@ static void copy_double(void *dst, const void *src, int64_t n) {
 
 const FmRows *fm_rows(FusedMoeDtype dtype) {
     static const FmRows table[] = {
-        [FUSED_MOE_F32] = ROWS(float, 4, true, copy_float, copy_float, leave),
-        [FUSED_MOE_F64] = ROWS(double, 8, true, copy_double, copy_double, leave),
-        [FUSED_MOE_F16] = ROWS(float, 2, false, load_f16, store_f16, round_f16),
-        [FUSED_MOE_BF16] = ROWS(float, 2, false, load_bf16, store_bf16, round_bf16),
+        [FUSED_MOE_F32] = ROWS(float, 4, 4, true, copy_float, copy_float, leave),
+        [FUSED_MOE_F64] = ROWS(double, 8, 8, true, copy_double, copy_double, leave),
+        [FUSED_MOE_F16] = ROWS(float, 2, 4, false, load_f16, store_f16, round_f16),
+        [FUSED_MOE_BF16] = ROWS(float, 2, 4, false, load_bf16, store_bf16, round_bf16),
     };
+    static const FmRows multiplied = ROWS(float, 2, 2, false, load_bf16, store_bf16, round_bf16);
+    if (dtype == FUSED_MOE_BF16 && fm_multiplies_bf16()) return &multiplied;
     return dtype <= FUSED_MOE_BF16 ? &table[dtype] : NULL;
+}
+
+const FmRows *fm_accum_rows(const FmRows *v) {
+    return fm_rows(v->accum_bytes == sizeof(double) ? FUSED_MOE_F64 : FUSED_MOE_F32);
 }

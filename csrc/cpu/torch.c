@@ -94,6 +94,7 @@ static AtenTensorHandle view(const FmRows *v, FmMatrix m) {
 }
 
 int fm_matmul(const FmRows *v, FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate) {
+    if (v->operand_bytes < v->accum_bytes) return fm_bf16_matmul(out, a, b, accumulate);
     AtenTensorHandle tensor[] = {view(v, out), view(v, a), view(v, b)};
     AOTITorchError error = !tensor[0] || !tensor[1] || !tensor[2];
     if (!error)

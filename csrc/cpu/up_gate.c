@@ -20,12 +20,12 @@ typedef struct {
 
 static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     const FusedMoeUpGate *p = t->p;
-    size_t accum = t->v->accum_bytes;
+    size_t accum = t->v->accum_bytes, operand = t->v->operand_bytes;
     int64_t rows = fm_min(p->row_map.R, FM_TILE_ROWS), cols = fm_min(p->F, FM_TILE_COLS);
     Buffers s;
-    s.x = fm_take(&scratch, bytes, rows * p->D * accum);
-    const bool copies = !t->v->is_accum || p->w1.quantized || p->w3.quantized;
-    s.w = fm_take(&scratch, bytes, copies ? 2 * cols * p->D * accum : 0);
+    s.x = fm_take(&scratch, bytes, rows * p->D * operand);
+    const bool copies = !fm_multiplies_elements(t->v) || p->w1.quantized || p->w3.quantized;
+    s.w = fm_take(&scratch, bytes, copies ? 2 * cols * p->D * operand : 0);
     for (int i = 0; i < 2; i++) s.out[i] = fm_take(&scratch, bytes, (2 - i) * rows * cols * accum);
     s.bias = fm_take(&scratch, bytes, 2 * cols * accum);
     s.addend = fm_take(&scratch, bytes, p->addend ? 2 * cols * accum : 0);

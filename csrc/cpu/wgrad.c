@@ -27,14 +27,14 @@ typedef struct {
 
 static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     const FusedMoeWgrad *p = t->p;
-    size_t accum = t->v->accum_bytes;
+    size_t accum = t->v->accum_bytes, operand = t->v->operand_bytes;
     int64_t rows = fm_min(p->R, FM_TILE_DEPTH), cols = fm_min(p->N, FM_TILE_COLS);
-    bool copies = !t->v->is_accum, sums = !t->out->is_accum || p->accumulate;
+    bool copies = !fm_multiplies_elements(t->v);
     Buffers s;
-    s.a = fm_take(&scratch, bytes, copies ? rows * (p->M[0] + p->M[1]) * accum : 0);
-    s.b = fm_take(&scratch, bytes, copies || p->b_row_token ? rows * cols * accum : 0);
+    s.a = fm_take(&scratch, bytes, copies ? rows * (p->M[0] + p->M[1]) * operand : 0);
+    s.b = fm_take(&scratch, bytes, copies || p->b_row_token ? rows * cols * operand : 0);
     for (int i = 0; i < 2; i++)
-        s.dw[i] = fm_take(&scratch, bytes, sums && p->dw[i].data ? p->M[i] * cols * accum : 0);
+        s.dw[i] = fm_take(&scratch, bytes, p->dw[i].data ? p->M[i] * cols * accum : 0);
     return s;
 }
 
@@ -63,11 +63,11 @@ static int wgrad_block(int64_t i, const void *ctx, char *scratch) {
     for (int64_t row = first; row < end; row += FM_TILE_DEPTH) {
         int64_t rows = fm_min(FM_TILE_DEPTH, end - row);
         FmMatrix a = fm_part(fm_dense((void *)p->a, p->R, width), v->elem_bytes, row, rows, 0, width);
-        a = fm_to_accum(v, a, s.a);
+        a = fm_operand(v, a, s.a);
         FmMatrix b = fm_gather(v, &gather, row, rows, col, cols, s.b);
         for (int part = 0; part < 2; part++) {
             if (!p->dw[part].data) continue;
-            FmMatrix a_part = fm_part(a, v->accum_bytes, 0, rows, part ? p->M[0] : 0, p->M[part]);
+            FmMatrix a_part = fm_part(a, v->operand_bytes, 0, rows, part ? p->M[0] : 0, p->M[part]);
             int status = fm_matmul(v, sum[part], fm_transposed(a_part), b, row > first);
             if (status != FUSED_MOE_OK) return status;
         }

@@ -57,7 +57,7 @@ static const char *operator_name(int op) {
 
 /* Facts as JSON, so that Python and the tests read no C source: how the library was built, its tiers, best
  * first, with the compute capabilities that they run on, the reasons and operators that cuda_calls numbers,
- * and constants. */
+ * how the CPU multiplies bfloat16, and constants. */
 std::string facts() {
     static const Fact build[] = {BUILD_INFO};
     static const Constant constants[] = {
@@ -97,6 +97,8 @@ std::string facts() {
 #endif
     write_name(&json, "operators");
     write_strings(&json, FUSED_MOE_NUM_TIERED_OPS, operator_name);
+    write_name(&json, "cpu_bf16");
+    write_string(&json, fused_moe_cpu_bf16());
     write_name(&json, "constants");
     json += '{';
     for (const Constant &constant : constants) {
