@@ -427,7 +427,11 @@ def ratio(seconds: dict[str, float], name: str) -> float | None:
 
 
 def machine(device: str) -> dict[str, str | int]:
-    return {
+    """What a record says of the machine: of a CPU also how our kernels multiply bfloat16 there."""
+    import fused_moe
+
+    multiplied = {"bfloat16": fused_moe.info()["cpu"]["bfloat16"]} if device == "cpu" else {}
+    return multiplied | {
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if device == "cuda" else "none",

@@ -536,15 +536,22 @@ def page_gpus() -> str:
 
 
 def page_cpu() -> str:
+    """A table for each CPU."""
     name = "layer_cpu.json"
     records = common.read(RESULTS / name)
+    cpus = dict.fromkeys(r["cpu"] for r in records)
+    return "\n\n".join(cpu_table([r for r in records if r["cpu"] == cpu], name) for cpu in cpus)
+
+
+def cpu_table(records: list[dict], name: str) -> str:
     rows = []
     for (shape, dtype), whats in by_shape(records).items():
         own = whats["forward"], whats["forward_backward"]
         rows.append([f"{shape}, {dtype}", sizes(own[0])])
         rows[-1] += [", ".join(ratio(r, "peer_ratio") for r in own)]
         rows[-1] += [", ".join(f"{r['dense_ratio']:.2f}" for r in own)]
-    return plain(records, name, "layer | T, E, K, D, F | over the loop | of dense", rows)
+    how = records[0].get("bfloat16", "multiplied as float32")
+    return plain(records, name, f"layer; bf16 is {how} | T, E, K, D, F | over the loop | of dense", rows)
 
 
 PAGE = {
