@@ -184,13 +184,18 @@ def model() -> ModuleType:
     return module
 
 
-def modelled(counts: list[int], columns: int, depth: int, slots: list[int] | None = None, **order) -> dict:
-    """Time and L2 hits of a grouped GEMM by tools/schedule.py. slots: each expert's place in the order."""
+def modelled(
+    counts: list[int], columns: int, depth: int, slots: list[int] | None = None, apart: bool = False, **order
+) -> dict:
+    """Time and L2 hits of a grouped GEMM by tools/schedule.py. slots: each expert's place in the order.
+    apart: skinny tiles, which are last, have SMs of their own, where the kernels give them some."""
     tool = model()
-    tiles = tool.work_tiles(counts, -(-columns // tool.TILE_N), **order)
+    num_n_tiles = -(-columns // tool.TILE_N)
+    tiles = tool.work_tiles(counts, num_n_tiles, **order)
     if slots:
         tiles.sort(key=lambda tile: slots[tile.expert])
-    runs = tool.simulate(tiles, depth)
+    own = tool.skinny_sms(counts, num_n_tiles) if apart else 0
+    runs = tool.simulate(tiles, depth, skinny_sms=own)
     needed = sum(sum(tool.operands(tile, depth).values()) for tile in tiles)
     hits = 1 - sum(run.bytes_read for run in runs) / needed
     return {"model_us": round(max(run.end for run in runs), 1), "model_l2_hits": round(hits, 4)}
@@ -570,8 +575,8 @@ def gather(shape: str, distribution: str, dtype: str, options: argparse.Namespac
 
 
 def expert_orders(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
-    """The worst case with skinny experts between the others and after them; and by the model, in system 4's
-    two orders, too."""
+    """The worst case with skinny experts on SMs of their own and after the others; and by the model, in
+    system 4's two orders, too."""
     T, E, K, D, hidden = sizes = common.layer_sizes(static_layer(shape))
     case = bench_gemm.Plain((T * K, E, D, hidden), "one-each", dtype, options.device)
     gemm, on_gpu = case.grouped_mm(), options.device == "cuda"
@@ -588,7 +593,7 @@ def expert_orders(shape: str, dtype: str, options: argparse.Namespace) -> Iterat
     usual(options)
     counts = bench_gemm.row_counts("one-each", T * K, E).tolist()
     made = {
-        "interleaved": modelled(counts, hidden, D),
+        "apart": modelled(counts, hidden, D, apart=True, interleave=False),
         "in turn": modelled(counts, hidden, D, interleave=False),
     }
     for name, slots in expert_slots(counts).items():

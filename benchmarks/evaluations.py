@@ -216,11 +216,11 @@ def expert_order_table(found: list[dict]) -> str:
     own = [r for r in found if r["system"] == 4 and r["layer"] == "order of experts"]
     made = own[0]["models_us"] if own else {}
     measured = {
-        "interleaved": pick(own, schedule="default"),
+        "apart": pick(own, schedule="default"),
         "in turn": pick(own, schedule="experts=in-turn"),
     }
     texts = {
-        "interleaved": "ours: idle experts' tiles spread evenly over busy ones'",
+        "apart": "ours: idle experts have SMs of their own",
         "in turn": "busy experts, then idle ones",
         "alternating": "alternating: the busiest, the idlest, the next busiest",
         "half intervals": "at half intervals",

@@ -15,8 +15,9 @@
  * integers that its launch computes: FusedMoeTileOrder, and FusedMoeWgradOrder for a weight gradient.
  *
  * Full and skinny experts. An expert of at most FUSED_MOE_SKINNY_ROWS rows is bound by reading its weight,
- * the others by arithmetic. Interleaved, skinny tiles are spread evenly over the full ones, so at any moment
- * some CTAs read memory while most multiply.
+ * the others by arithmetic. So some CTAs should read memory at any moment while most multiply. Where full
+ * tiles take most of the time, the last CTAs of the grid have the skinny ones (fused_moe_share_tiles), and the
+ * others stay in lockstep. Else skinny tiles are interleaved: spread evenly over the full ones.
  *
  * Order within each kind: expert by expert. An expert's row tiles form groups of at most `group`, and a
  * group's tiles go N tile by N tile. Groups of 1 walk along N first, a group of all row tiles reads each
@@ -73,6 +74,7 @@
 enum {
     FUSED_MOE_TILE_ROWS = 128,  /* rows of a schedule's row tiles, but for sm90/experts.cuh */
     FUSED_MOE_SKINNY_ROWS = 64, /* a skinny expert has at most this number of rows */
+    FUSED_MOE_SKINNY_TIME = 45, /* of a skinny expert's tile, in percent of a full one's */
     FUSED_MOE_MIN_SLICE = 512,  /* the schedule's split-K slices have at least this number of rows */
     FUSED_MOE_SLICE_SMS = 132,  /* a CPU's plans have slices for this number of SMs: H100, H200 */
     FUSED_MOE_MAX_CTAS = 512,   /* of a persistent grid; sm_90 has 144 SMs at most, with two CTAs each */
@@ -308,6 +310,35 @@ FUSED_MOE_FN uint32_t fused_moe_num_work_tiles(const int32_t *schedule, int32_t 
     return tiles + fused_moe_num_split_tiles(order, !fused_moe_schedule_head(schedule)->num_full, tiles);
 }
 
+/* The CTAs of a grid share tiles: the last skinny_ctas have tiles from num_full on, the first the others. */
+typedef struct {
+    uint32_t num, num_full, skinny_ctas;
+} FusedMoeTileShares;
+
+FUSED_MOE_FN FusedMoeTileShares fused_moe_equal_shares(uint32_t num_tiles) {
+    FusedMoeTileShares shares = {num_tiles, num_tiles, 0};
+    return shares;
+}
+
+/* Gives skinny tiles CTAs of their own, in a number that lets both kinds end together. It does so if the order
+ * interleaves them, and full tiles are two waves or more and take four fifths of the time. Then the order has
+ * skinny tiles last, and does not split the last wave. */
+FUSED_MOE_FN FusedMoeTileShares fused_moe_share_tiles(const int32_t *schedule, int32_t E, int32_t R,
+                                                      FusedMoeTileOrder *order, uint32_t ctas) {
+    uint32_t n_tiles = (uint32_t)order->num_n_tiles;
+    uint32_t num = fused_moe_num_row_tiles(schedule, E, R, order) * n_tiles;
+    uint32_t full = (uint32_t)fused_moe_schedule_head(schedule)->num_full_row_tiles * n_tiles;
+    uint64_t skinny_time = (uint64_t)(num - full) * FUSED_MOE_SKINNY_TIME, time = skinny_time + 100ull * full;
+    uint32_t skinny_ctas = 0;
+    if (order->interleave && full >= 2 * ctas && full < num)
+        skinny_ctas = (uint32_t)((skinny_time * ctas + time / 2) / time);
+    if (!skinny_ctas || skinny_ctas > ctas / 5)
+        return fused_moe_equal_shares(fused_moe_num_work_tiles(schedule, E, R, order));
+    order->interleave = order->split_last_wave = 0;
+    FusedMoeTileShares shares = {num, full, skinny_ctas};
+    return shares;
+}
+
 /* Row and column of tile `index` of rows x columns tiles. Groups have at most `group` rows, all of equal size
  * but for the last. */
 FUSED_MOE_FN void fused_moe_grouped_order(uint32_t index, uint32_t rows, uint32_t columns, uint32_t group,
@@ -507,25 +538,28 @@ typedef enum {
 
 typedef struct {
     uint32_t *claimed; /* [ctas] from 0: each CTA's tiles claimed by itself and by thieves; or NULL   */
-    uint32_t num_tiles, cta, ctas; /* this CTA, of FUSED_MOE_MAX_CTAS at most                         */
+    FusedMoeTileShares tiles;      /* in turn: equal                                                  */
+    uint32_t cta, ctas;            /* this CTA, of FUSED_MOE_MAX_CTAS at most                         */
     uint32_t next;                 /* the number of its next tile, claimed already if it claims       */
     int32_t has_assigned;          /* it may have assigned tiles left                                 */
     int32_t claims;                /* tiles are claimed; 0: a CTA computes its assigned ones alone    */
     FusedMoeAssignment assignment; /* in turn: claimed[0] counts the tiles of all CTAs                */
 } FusedMoeTileScheduler;
 
-/* The tile that a CTA has in a wave; num_tiles or more: it has none in this one, the last. */
-FUSED_MOE_FN uint32_t fused_moe_assigned_tile(uint32_t cta, uint32_t ctas, uint32_t wave,
-                                              FusedMoeAssignment assignment) {
-    uint32_t place = assignment == FUSED_MOE_ROTATED ? (cta + wave) % ctas : cta;
-    return ctas * wave + place;
+/* The tile that a CTA has in a wave; tiles.num or more: it has none in this one, the last. */
+FUSED_MOE_FN uint32_t fused_moe_assigned_tile(const FusedMoeTileScheduler *s, uint32_t cta, uint32_t wave) {
+    uint32_t skinny_ctas = s->tiles.skinny_ctas, ctas = s->ctas - skinny_ctas;
+    if (cta >= ctas) return s->tiles.num_full + skinny_ctas * wave + (cta - ctas);
+    uint32_t place = s->assignment == FUSED_MOE_ROTATED ? (cta + wave) % ctas : cta;
+    uint32_t index = ctas * wave + place;
+    return index < s->tiles.num_full ? index : s->tiles.num;
 }
 
 /* The number of tiles that a CTA has. */
-FUSED_MOE_FN uint32_t fused_moe_num_assigned(uint32_t num_tiles, uint32_t cta, uint32_t ctas,
-                                             FusedMoeAssignment assignment) {
-    uint32_t waves = num_tiles / ctas;
-    return waves + (fused_moe_assigned_tile(cta, ctas, waves, assignment) < num_tiles);
+FUSED_MOE_FN uint32_t fused_moe_num_assigned(const FusedMoeTileScheduler *s, uint32_t cta) {
+    uint32_t skinny_ctas = s->tiles.skinny_ctas, ctas = s->ctas - skinny_ctas;
+    uint32_t waves = cta < ctas ? s->tiles.num_full / ctas : (s->tiles.num - s->tiles.num_full) / skinny_ctas;
+    return waves + (fused_moe_assigned_tile(s, cta, waves) < s->tiles.num);
 }
 
 /* The CTA with the most tiles left, or `ctas` if none has any. */
@@ -533,7 +567,7 @@ FUSED_MOE_FN uint32_t fused_moe_most_remaining(const FusedMoeTileScheduler *s) {
     const uint32_t limit = UINT32_MAX / FUSED_MOE_MAX_CTAS; /* left shares a word with the CTA */
     uint32_t most = 0;
     for (uint32_t cta = (uint32_t)FUSED_MOE_LANE; cta < s->ctas; cta += FUSED_MOE_LANES) {
-        uint32_t assigned = fused_moe_num_assigned(s->num_tiles, cta, s->ctas, s->assignment);
+        uint32_t assigned = fused_moe_num_assigned(s, cta);
         uint32_t claimed = FUSED_MOE_PEEK(s->claimed + cta);
         uint32_t left = claimed < assigned ? assigned - claimed : 0;
         if (left > limit) left = limit;
@@ -544,39 +578,39 @@ FUSED_MOE_FN uint32_t fused_moe_most_remaining(const FusedMoeTileScheduler *s) {
     return most >= FUSED_MOE_MAX_CTAS ? most % FUSED_MOE_MAX_CTAS : s->ctas;
 }
 
-FUSED_MOE_FN FusedMoeTileScheduler fused_moe_tile_scheduler(uint32_t *claimed, uint32_t num_tiles,
+FUSED_MOE_FN FusedMoeTileScheduler fused_moe_tile_scheduler(uint32_t *claimed, FusedMoeTileShares tiles,
                                                             uint32_t cta, uint32_t ctas,
                                                             FusedMoeAssignment assignment) {
-    int32_t claims = claimed && num_tiles > ctas;
-    FusedMoeTileScheduler s = {claimed, num_tiles, cta, ctas, 0, 1, claims, assignment};
+    int32_t claims = claimed && tiles.num > ctas;
+    FusedMoeTileScheduler s = {claimed, tiles, cta, ctas, 0, 1, claims, assignment};
     if (s.claims) s.next = FUSED_MOE_CLAIM(claimed + (assignment == FUSED_MOE_IN_TURN ? 0 : cta));
     return s;
 }
 
 FUSED_MOE_FN uint32_t fused_moe_next_in_turn(FusedMoeTileScheduler *s) {
     uint32_t index = FUSED_MOE_BROADCAST(s->next, 0);
-    if (index < s->num_tiles) s->next = FUSED_MOE_CLAIM(s->claimed); /* ahead of its use */
+    if (index < s->tiles.num) s->next = FUSED_MOE_CLAIM(s->claimed); /* ahead of its use */
     return index;
 }
 
-/* The next tile; num_tiles or more if there are none. Thieves may have claimed all tiles of a CTA before it
+/* The next tile; tiles.num or more if there are none. Thieves may have claimed all tiles of a CTA before it
  * claims its first. */
 FUSED_MOE_FN uint32_t fused_moe_next_tile(FusedMoeTileScheduler *s) {
     if (s->claims && s->assignment == FUSED_MOE_IN_TURN) return fused_moe_next_in_turn(s);
-    uint32_t index = s->num_tiles;
+    uint32_t index = s->tiles.num;
     if (s->has_assigned) {
         uint32_t wave = FUSED_MOE_BROADCAST(s->next, 0);
-        index = fused_moe_assigned_tile(s->cta, s->ctas, wave, s->assignment);
-        s->has_assigned = index < s->num_tiles;
+        index = fused_moe_assigned_tile(s, s->cta, wave);
+        s->has_assigned = index < s->tiles.num;
     }
     if (s->has_assigned) /* ahead of its use: an atomic takes a while */
         s->next = s->claims ? FUSED_MOE_CLAIM(s->claimed + s->cta) : s->next + 1;
-    for (uint32_t victim = 0; s->claims && index >= s->num_tiles && victim < s->ctas;) {
+    for (uint32_t victim = 0; s->claims && index >= s->tiles.num && victim < s->ctas;) {
         victim = fused_moe_most_remaining(s);
         if (victim < s->ctas) {
             uint32_t stolen = FUSED_MOE_CLAIM(s->claimed + victim);
             uint32_t wave = FUSED_MOE_BROADCAST(stolen, 0);
-            index = fused_moe_assigned_tile(victim, s->ctas, wave, s->assignment);
+            index = fused_moe_assigned_tile(s, victim, wave);
         }
     }
     return index;

@@ -273,6 +273,10 @@ OPERATORS = {
         TESTS + "the tiles of a weight gradient in their order, split-K slices included, one per row.",
         "ops.wgrad_tiles(tiles, ends, 2, 0)  # (6, 6)",
     ),
+    "share_tiles": Operator(
+        TESTS + "the number of full tiles, and of the CTAs that have the skinny ones to themselves.",
+        "ops.share_tiles(tiles, ends, 2, 8)  # int, int",
+    ),
     "next_tile": Operator(
         TESTS + "the tile that a CTA claims next; num_tiles or more if none is left.",
         "ops.next_tile(torch.zeros(3, 4, dtype=torch.int32), 10, 0)  # int",

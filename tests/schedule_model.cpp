@@ -166,7 +166,7 @@ static void fail(const char *what, uint32_t ctas, uint32_t tiles) {
 static bool run_call(Stage stage, FusedMoeTileScheduler *scheduler, uint32_t *tile) {
     if (setjmp(next_step)) return false;
     if (stage == STARTING)
-        *scheduler = fused_moe_tile_scheduler(scheduler->claimed, scheduler->num_tiles, scheduler->cta,
+        *scheduler = fused_moe_tile_scheduler(scheduler->claimed, scheduler->tiles, scheduler->cta,
                                               scheduler->ctas, scheduler->assignment);
     else if (stage == FETCHING)
         *tile = fused_moe_next_tile(scheduler);
@@ -176,8 +176,9 @@ static bool run_call(Stage stage, FusedMoeTileScheduler *scheduler, uint32_t *ti
 }
 
 /* The state after one step of a CTA. */
-static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t num_tiles,
+static void advance(State *state, uint32_t index, uint32_t num_ctas, FusedMoeTileShares tiles,
                     FusedMoeAssignment assignment) {
+    const uint32_t num_tiles = tiles.num;
     uint32_t counters[NUM_COUNTERS] = {};
     std::copy_n(state->claimed, num_ctas, counters + CLAIMED);
     counters[EXITED] = state->exited;
@@ -185,8 +186,8 @@ static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t nu
 
     Cta *cta = &state->ctas[index];
     bool claims = num_tiles > num_ctas;
-    FusedMoeTileScheduler scheduler = {counters,  num_tiles,         index,  num_ctas,
-                                       cta->next, cta->has_assigned, claims, assignment};
+    FusedMoeTileScheduler scheduler = {counters,          tiles,  index,     num_ctas, cta->next,
+                                       cta->has_assigned, claims, assignment};
     uint32_t tile = 0;
     Call current = {&cta->read};
     call = &current;
@@ -208,9 +209,9 @@ static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t nu
         if (state->computed >> tile & 1) fail("a tile is computed twice", num_ctas, num_tiles);
         state->computed |= static_cast<uint8_t>(1 << tile);
     } else {
-        uint32_t counted = assignment == FUSED_MOE_IN_TURN ? 1 : num_ctas;
-        for (uint32_t other = 0; claims && other < counted; other++)
-            if (state->claimed[other] < fused_moe_num_assigned(num_tiles, other, counted, assignment))
+        if (assignment == FUSED_MOE_IN_TURN) scheduler.ctas = 1;
+        for (uint32_t other = 0; claims && other < scheduler.ctas; other++)
+            if (state->claimed[other] < fused_moe_num_assigned(&scheduler, other))
                 fail("a CTA exits while a tile is unclaimed", num_ctas, num_tiles);
         cta->stage = EXITING;
         cta->next = 0; /* no longer read */
@@ -218,8 +219,9 @@ static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t nu
 }
 
 /* All states that the CTAs of `present`, one bit each, can reach. Returns their number. */
-static size_t explore(uint32_t num_ctas, uint32_t present, uint32_t num_tiles,
+static size_t explore(uint32_t num_ctas, uint32_t present, FusedMoeTileShares shares,
                       FusedMoeAssignment assignment) {
+    const uint32_t num_tiles = shares.num;
     std::unordered_set<std::string> seen;
     std::vector<State> open(1);
     seen.insert(open.back().key());
@@ -231,7 +233,7 @@ static size_t explore(uint32_t num_ctas, uint32_t present, uint32_t num_tiles,
             if (!(present >> index & 1) || state.ctas[index].stage == GONE) continue;
             ended = false;
             State next = state;
-            advance(&next, index, num_ctas, num_tiles, assignment);
+            advance(&next, index, num_ctas, shares, assignment);
             if (seen.insert(next.key()).second) open.push_back(std::move(next));
         }
         if (!ended) continue;
@@ -249,9 +251,13 @@ static void explore_all(void) {
     size_t states = 0;
     for (uint32_t ctas = 1; ctas <= MAX_CTAS; ctas++)
         for (uint32_t tiles = 0; tiles <= MAX_TILES; tiles++)
-            for (uint32_t present = 1; present < 1u << ctas; present++)
+            for (uint32_t present = 1; present < 1u << ctas; present++) {
                 for (FusedMoeAssignment assignment : ASSIGNMENTS)
-                    states += explore(ctas, present, tiles, assignment);
+                    states += explore(ctas, present, fused_moe_equal_shares(tiles), assignment);
+                for (uint32_t full = 1; tiles > ctas && full < tiles; full++)
+                    for (uint32_t skinny_ctas = 1; skinny_ctas < ctas; skinny_ctas++)
+                        states += explore(ctas, present, {tiles, full, skinny_ctas}, ASSIGNMENTS[full % 2]);
+            }
     printf("%zu states\n", states);
 }
 
@@ -289,8 +295,13 @@ static void run_threads(int num_launches) {
         for (launch.arrive_and_wait(); launches <= num_launches; launch.arrive_and_wait()) {
             gridDim.x = num_ctas;
             for (uint32_t cta; (cta = started++) < num_ctas;) {
+                FusedMoeAssignment assignment = ASSIGNMENTS[launches % 3];
+                FusedMoeTileShares shares = fused_moe_equal_shares(num_tiles);
+                if (assignment != FUSED_MOE_IN_TURN && num_tiles > num_ctas)
+                    shares = {num_tiles, num_tiles / 3, launches % num_ctas};
+                if (!shares.skinny_ctas) shares.num_full = num_tiles;
                 FusedMoeTileScheduler scheduler =
-                    fused_moe_tile_scheduler(counters, num_tiles, cta, num_ctas, ASSIGNMENTS[launches % 3]);
+                    fused_moe_tile_scheduler(counters, shares, cta, num_ctas, assignment);
                 for (uint32_t tile; (tile = fused_moe_next_tile(&scheduler)) < num_tiles;)
                     times_computed[tile]++;
                 if (scheduler.claims) reset_claims({{counters}});

@@ -50,7 +50,15 @@ SM80_DEQUANTIZERS, SM80_REGISTERS = 5, {"16": 65536 // (5 * 128), "64": 65536 //
 DTYPES = ("__nv_bfloat16", "__half")
 CONTIGUOUS_WGRAD = re.compile(r"WgradConfigI[^L]*Lb0E")  # without GATHER
 LIBRARY_FACTS = ("cuda_calls", "cuda_device", "cuda_problem", "cuda_reset", "facts")
-PLANNERS = ("default_order", "next_tile", "private_plan", "tile_schedule", "wgrad_tiles", "work_tiles")
+PLANNERS = (
+    "default_order",
+    "next_tile",
+    "private_plan",
+    "share_tiles",
+    "tile_schedule",
+    "wgrad_tiles",
+    "work_tiles",
+)
 HAVE_NO_CUDA_KERNEL = {f"fused_moe::{name}" for name in LIBRARY_FACTS + PLANNERS}
 TOOLS = Path(__file__).parents[1] / "tools" / "sass.py"
 

@@ -734,6 +734,55 @@ def test_every_tile_is_claimed_once(num_tiles, num_ctas, late, assignment, seed)
     assert sorted(claimed) == list(range(num_tiles))
 
 
+@pytest.mark.quick
+@given(
+    num_full=st.integers(0, 500),
+    num_skinny=st.integers(0, 500),
+    num_ctas=st.integers(2, MAX_CTAS),
+    share=st.floats(0, 1),
+    assignment=st.sampled_from((STATIC, ROTATED)),
+    seed=st.integers(),
+)
+def test_shared_tiles_are_claimed_once(num_full, num_skinny, num_ctas, share, assignment, seed):
+    """Whichever CTA is next. Skinny tiles are the last CTAs' while these have some, full ones the others'."""
+    num_tiles = max(num_full + num_skinny, num_ctas + 1)  # more than CTAs, as share_tiles has it
+    skinny_ctas = 1 + int(share * (num_ctas - 2))
+    state, chance, claimed = scheduler_state(num_ctas), random.Random(seed), []
+    running = list(range(num_ctas))
+    while running:
+        cta, claims = chance.choice(running), state[1, :].tolist()
+        index = ops.next_tile(state, num_tiles, cta, assignment, num_full, skinny_ctas)
+        if index >= num_tiles:
+            running.remove(cta)
+            continue
+        claimed.append(index)
+        is_skinny, of_skinny = index >= num_full, cta >= num_ctas - skinny_ctas
+        if state[2, cta] == 1:  # one of its own
+            assert is_skinny == of_skinny, claims
+    assert sorted(claimed) == list(range(num_tiles))
+
+
+@given(counts=COUNTS, num_n_tiles=st.integers(1, 60), num_ctas=st.integers(1, 264))
+@example([4089] * 8 + [1] * 56, 10, 132)
+@example([1000] * 40 + [64] * 40, 8, 132)
+def test_skinny_tiles_have_ctas_in_proportion(counts, num_n_tiles, num_ctas):
+    """At most a fifth of the CTAs, so that both kinds take about the same time, if a skinny tile takes 45% of
+    a full one's. None with less than two waves of full tiles, or without skinny ones."""
+    offs = offs_of(counts)
+    schedule = ops.tile_schedule(offs, TILE_ROWS, MIN_SLICE)
+    tiles = naive_row_tiles(counts, TILE_ROWS)
+    skinny = num_n_tiles * sum(is_skinny(counts[expert]) for expert, *_ in tiles)
+    full = num_n_tiles * len(tiles) - skinny
+    num_full, skinny_ctas = ops.share_tiles(schedule, offs, num_n_tiles, num_ctas)
+    time = 0.45 * skinny + full
+    share = num_ctas * 0.45 * skinny / time if time else 0
+    if full < 2 * num_ctas or share < 0.49 or share > num_ctas // 5 + 0.51:
+        assert skinny_ctas == 0
+    elif 0.51 < share < num_ctas // 5 + 0.49:
+        assert num_full == full
+        assert abs(skinny_ctas - share) <= 0.51
+
+
 @pytest.mark.parametrize("num_tiles", (0, 13, 14, 15, 16, 17, 201))
 def test_tiles_in_turn_two_at_once(num_tiles):
     """A claim is two consecutive tiles of a weight gradient, the last one's maybe one (sm90/wgrad.cu)."""
@@ -787,6 +836,8 @@ def test_a_late_cta_steals_from_the_one_with_most_left():
         (scheduler_state(132), (-1, 0), "expected num_tiles from 0 to .*, found -1"),
         (scheduler_state(513), (10, 0), "expected CTAs in state from 1 to 512, found 513"),
         (scheduler_state(3), (10, 0, 3), "expected assignment from 0 to 2, found 3"),
+        (scheduler_state(3), (10, 0, 0, 5, 3), "expected skinny_ctas from 0 to 2, found 3"),
+        (scheduler_state(3), (10, 0, 0, 11, 1), "expected num_full from 0 to 10, found 11"),
         (scheduler_state(0), (10, 0), "expected CTAs in state from 1 to 512, found 0"),
         (scheduler_state(3).mT, (10, 0), "expected a contiguous state of 3 rows"),
         (scheduler_state(3)[:2], (10, 0), "expected a contiguous state of 3 rows, found 2"),

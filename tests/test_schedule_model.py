@@ -47,19 +47,24 @@ DEFECTS = {
     ),
     "no work stealing": ("victim < s->ctas;)", "victim < 0;)", "a CTA exits while a tile is unclaimed"),
     "CTAs of two tiles do not share": (
-        "claimed && num_tiles > ctas;",
-        "claimed && num_tiles > 2 * ctas;",
+        "claimed && tiles.num > ctas;",
+        "claimed && tiles.num > 2 * ctas;",
         "a tile is computed twice",
     ),
     "tiles taken in turn leave out the last": (
-        "if (index < s->num_tiles) s->next",
-        "if (index + 1 < s->num_tiles) s->next",
+        "if (index < s->tiles.num) s->next",
+        "if (index + 1 < s->tiles.num) s->next",
         "a tile is computed twice|a CTA takes steps for ever",
     ),
     "a thief takes a rotated CTA's tiles as if they were not": (
-        "index = fused_moe_assigned_tile(victim, s->ctas, wave, s->assignment);",
-        "index = fused_moe_assigned_tile(victim, s->ctas, wave, FUSED_MOE_STATIC);",
+        "index = fused_moe_assigned_tile(s, victim, wave);",
+        "index = s->ctas * wave + victim;",
         "a tile is not computed",
+    ),
+    "CTAs of skinny tiles leave the places of the others free": (
+        "s->tiles.num_full + skinny_ctas * wave",
+        "s->tiles.num_full + s->ctas * wave",
+        "a tile is not computed|a CTA exits while a tile is unclaimed",
     ),
     "a thief sees a tile more than there is": (
         "claimed < assigned ? assigned - claimed : 0",

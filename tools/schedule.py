@@ -5,9 +5,9 @@
 The work tiles, their order and the CTA that claims each come from the functions that the kernels run:
 csrc/schedule.h, through the operators of csrc/torch/planners.cpp. The times are those of a model with the
 constants below. A tile takes the longer of its MMAs and its reads that miss L2, and then an epilogue. SMs
-that read at the same time share the memory's bandwidth. This is enough to show what the order is for:
-interleaved, skinny experts read their weights while full tiles multiply; grouped, tiles in flight together
-share operands in L2.
+that read at the same time share the memory's bandwidth. This is enough to show what the order is for: with
+SMs of their own, or interleaved, skinny experts read their weights while full tiles multiply; grouped, tiles
+in flight together share operands in L2.
 
 Sources: the prefix over active experts and their interleaving are those of Li et al., "Static Batching of
 Irregular Workloads on GPUs", 2025; the persistent grid and the grouped order those of PyTorch's
@@ -94,6 +94,13 @@ def work_tiles(
     return [WorkTile(*tile) for tile in tiles.tolist()]
 
 
+def skinny_sms(counts: list[int], num_n_tiles: int, num_sms: int = 132, tile_rows: int = TILE_ROWS) -> int:
+    """The number of SMs that have the skinny experts' tiles to themselves; 0: these are interleaved."""
+    offs = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
+    schedule = ops.tile_schedule(offs, tile_rows, slice_rows=tile_rows)
+    return ops.share_tiles(schedule, offs, num_n_tiles, num_sms)[1]
+
+
 def operands(tile: WorkTile, depth: int) -> dict[tuple, int]:
     """Bytes of its rows and of its weight's N tile that a work tile reads; depth: the k extent."""
     rows, half_size = ("rows", tile.first_row), TILE_N // 2 * depth * ELEMENT_SIZE
@@ -118,16 +125,24 @@ def mma_rows(tile: WorkTile, tile_rows: int = TILE_ROWS) -> int:
     return next((n for n in SWAP_AB_N if tile.skinny and tile.num_rows <= n), tile_rows)
 
 
-def simulate(tiles: list[WorkTile], depth: int, num_sms: int = 132, tile_rows: int = TILE_ROWS) -> list[Run]:
+def simulate(
+    tiles: list[WorkTile],
+    depth: int,
+    num_sms: int = 132,
+    tile_rows: int = TILE_ROWS,
+    skinny_sms: int = 0,
+) -> list[Run]:
     """Runs the work tiles on SMs with one persistent CTA each; returns the runs in the tiles' order.
 
-    depth is the GEMM's k extent: D for up_gate, F for down. SMs that read get equal shares of the bandwidth.
+    depth is the GEMM's k extent: D for up_gate, F for down. The last skinny_sms SMs have the skinny tiles,
+    which are then last; 0: all SMs have all tiles. SMs that read get equal shares of the bandwidth.
     `progress` counts the bytes that an SM would have read if it read all the time; a read ends when progress
     has grown by the read's bytes.
     """
     if num_sms < 1:
         raise ValueError(f"num_sms: expected at least 1, found {num_sms}")
     state = torch.zeros(3, num_sms, dtype=torch.int32)  # of the CTAs' tile schedulers
+    shares = {"num_full": sum(not tile.skinny for tile in tiles), "skinny_ctas": skinny_sms}
     l2, runs = OrderedDict(), {}
     now = progress = 0.0
     free = [(now, sm) for sm in range(num_sms)]
@@ -138,7 +153,7 @@ def simulate(tiles: list[WorkTile], depth: int, num_sms: int = 132, tile_rows: i
         if free and free[0][0] < all_read:
             free_at, sm = heappop(free)
             progress += rate * (free_at - now)
-            now, index = free_at, ops.next_tile(state, len(tiles), sm)
+            now, index = free_at, ops.next_tile(state, len(tiles), sm, **shares)
             if index < len(tiles):
                 missed = read_through(l2, operands(tiles[index], depth))
                 heappush(reading, (progress + missed, index, sm, now, missed))
@@ -321,7 +336,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         dest="interleave",
         action="store_false",
         default=INTERLEAVE,
-        help="skinny experts (few rows) come last, instead of between the others",
+        help="skinny experts (few rows) come last, instead of beside the others",
     )
     add("--tile-rows", type=int, default=TILE_ROWS, help="rows of a full work tile; default: %(default)s")
     add(
@@ -352,19 +367,22 @@ def main(argv: list[str] | None = None) -> None:
     depth, width = (sizes.dim, 2 * sizes.hidden_dim) if up else (sizes.hidden_dim, sizes.dim)
     # As csrc/kernels/sm90/grouped_mm.cu: no splitting if at least half of the last N tile is empty.
     split = not up and (width - 1) % TILE_N >= TILE_N // 2
+    num_n_tiles, tile_rows = -(-width // TILE_N), options.tile_rows
     try:
+        own = skinny_sms(counts, num_n_tiles, options.sms, tile_rows) if options.interleave else 0
         tiles = work_tiles(
             counts,
-            -(-width // TILE_N),
-            tile_rows=options.tile_rows,
+            num_n_tiles,
+            tile_rows=tile_rows,
             group=options.group,
-            interleave=options.interleave,
-            split_last_wave=max(options.sms, 0) if split else 0,
+            interleave=options.interleave and not own,
+            split_last_wave=options.sms if split and not own else 0,
         )
-        runs = simulate(tiles, depth, options.sms, options.tile_rows)
+        runs = simulate(tiles, depth, options.sms, tile_rows, own)
     except (ValueError, RuntimeError) as error:  # the model or the planners reject a flag's value
         raise SystemExit(error) from None
-    spread = "skinny experts interleaved" if options.interleave else "skinny experts last"
+    spread = f"skinny experts on {own} SMs" if own else "skinny experts interleaved"
+    spread = spread if options.interleave else "skinny experts last"
     layer = ", ".join(f"{letter}={size}" for letter, size in zip("TEKDF", sizes, strict=True))
     named = f"{options.shape}: " if options.shape in SHAPES else ""
     title = (

@@ -134,11 +134,27 @@ Tensor wgrad_tiles(const Tensor &schedule, const Tensor &offs, int64_t weight_ti
         [&](uint32_t index) { return fused_moe_wgrad_tile(words.data(), ends.data(), E, R, &order, index); });
 }
 
+/* The number of full tiles, and of the CTAs that have the others; 0: all CTAs have both. */
+std::tuple<int64_t, int64_t> share_tiles(const Tensor &schedule, const Tensor &offs, int64_t num_n_tiles,
+                                         int64_t ctas) {
+    const char *op = "share_tiles";
+    Ints ends = checked_offs(op, offs), words = checked_schedule(op, schedule, ends);
+    FusedMoeTileOrder order =
+        fused_moe_default_order(checked_size(op, "num_n_tiles", num_n_tiles, 1, INT32_MAX), 0);
+    order.tile_rows = fused_moe_schedule_head(words.data())->tile_rows;
+    check_num_tiles(op, fused_moe_schedule_head(words.data())->num_row_tiles * num_n_tiles);
+    FusedMoeTileShares shares =
+        fused_moe_share_tiles(words.data(), static_cast<int32_t>(ends.size()), num_rows(ends), &order,
+                              static_cast<uint32_t>(checked_size(op, "ctas", ctas, 1, FUSED_MOE_MAX_CTAS)));
+    return {shares.num_full, shares.skinny_ctas};
+}
+
 /* The tile that a CTA claims next; num_tiles or more: there are none left. `assignment` is a number of
- * FusedMoeAssignment (csrc/schedule.h). The state (3, CTAs) is zeros at first. Its rows are the CTAs'
- * `claimed` counters, then their schedulers' `next`, and a phase: 0 before the first call, 1 with
- * has_assigned, 2 without. */
-int64_t next_tile(Tensor state, int64_t num_tiles, int64_t cta, int64_t assignment) {
+ * FusedMoeAssignment (csrc/schedule.h). The last skinny_ctas CTAs have tiles [num_full, num_tiles), the others
+ * those before. The state (3, CTAs) is zeros at first. Its rows are the CTAs' `claimed` counters, then their
+ * schedulers' `next`, and a phase: 0 before the first call, 1 with has_assigned, 2 without. */
+int64_t next_tile(Tensor state, int64_t num_tiles, int64_t cta, int64_t assignment, int64_t num_full,
+                  int64_t skinny_ctas) {
     const char *op = "next_tile";
     check_int32(op, "state", state, 2);
     if (state.size(0) != 3 || !state.is_contiguous())
@@ -150,9 +166,14 @@ int64_t next_tile(Tensor state, int64_t num_tiles, int64_t cta, int64_t assignme
     FusedMoeAssignment assigned = static_cast<FusedMoeAssignment>(assignment);
     uint32_t *claimed = static_cast<uint32_t *>(state.mutable_data_ptr());
     uint32_t &next = claimed[ctas + cta], &phase = claimed[2 * ctas + cta];
-    uint32_t tiles = static_cast<uint32_t>(num_tiles), own = static_cast<uint32_t>(cta);
+    uint32_t all = static_cast<uint32_t>(num_tiles), own = static_cast<uint32_t>(cta);
     uint32_t grid = static_cast<uint32_t>(ctas);
-    FusedMoeTileScheduler scheduler = {claimed, tiles, own, grid, next, phase == 1, tiles > grid, assigned};
+    FusedMoeTileShares tiles = fused_moe_equal_shares(all);
+    if (checked_size(op, "skinny_ctas", skinny_ctas, 0, ctas - 1)) {
+        tiles.num_full = static_cast<uint32_t>(checked_size(op, "num_full", num_full, 0, num_tiles));
+        tiles.skinny_ctas = static_cast<uint32_t>(skinny_ctas);
+    }
+    FusedMoeTileScheduler scheduler = {claimed, tiles, own, grid, next, phase == 1, all > grid, assigned};
     if (phase == 0) scheduler = fused_moe_tile_scheduler(claimed, tiles, own, grid, assigned);
     uint32_t index = fused_moe_next_tile(&scheduler);
     next = scheduler.next;
@@ -178,7 +199,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_MOE_NAMESPACE, m) {
           "split_last_wave) "
           "-> Tensor");
     m.def("wgrad_tiles(Tensor schedule, Tensor offs, int weight_tiles, int slices_per_tile) -> Tensor");
-    m.def("next_tile(Tensor(a!) state, int num_tiles, int cta, int assignment=0) -> int");
+    m.def("share_tiles(Tensor schedule, Tensor offs, int num_n_tiles, int ctas) -> (int num_full, int "
+          "skinny_ctas)");
+    m.def("next_tile(Tensor(a!) state, int num_tiles, int cta, int assignment=0, int num_full=0, int "
+          "skinny_ctas=0) -> int");
     m.def("default_order() -> (int tile_rows, int group, bool interleave)");
 }
 
@@ -187,6 +211,7 @@ STABLE_TORCH_LIBRARY_IMPL(FUSED_MOE_NAMESPACE, CompositeExplicitAutograd, m) {
     REGISTER(m, tile_schedule);
     REGISTER(m, work_tiles);
     REGISTER(m, wgrad_tiles);
+    REGISTER(m, share_tiles);
     REGISTER(m, next_tile);
     m.impl("default_order", TORCH_BOX(&default_order));
 }

@@ -66,6 +66,9 @@ def test_orders_of_experts(load):
     counts = [640, 1, 640, 1]
     usual = bench.modelled(counts, 512, 512)
     assert usual == bench.modelled(counts, 512, 512, interleave=True)
+    idle = [4096] * 8 + [1] * 56
+    last, apart = (bench.modelled(idle, 2560, 3584, apart=apart, interleave=False) for apart in (False, True))
+    assert apart["model_us"] < 0.9 * last["model_us"]
     for places in bench.expert_slots(counts).values():
         found = bench.modelled(counts, 512, 512, places, interleave=False)
         assert found["model_us"] > 0 and 0 <= found["model_l2_hits"] < 1

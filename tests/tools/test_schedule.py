@@ -222,8 +222,8 @@ def test_shapes_have_names():
         (("--shape", SMALL, "--routing", "flat"), "--routing: expected random, .*found flat"),
         (("--shape", SMALL, "--tile-rows", "0"), "expected tile_rows from 1 to .*, found 0"),
         (("--shape", SMALL, "--group", "0"), "expected group from 1 to .*, found 0"),
-        (("--shape", SMALL, "--sms", "0"), "num_sms: expected at least 1, found 0"),
-        (("--shape", SMALL, "--sms", "513"), "expected CTAs in state from 1 to 512, found 513"),
+        (("--shape", SMALL, "--sms", "0"), "expected ctas from 1 to 512, found 0"),
+        (("--shape", SMALL, "--sms", "513"), "expected ctas from 1 to 512, found 513"),
     ],
 )
 def test_wrong_flags_are_refused(flags, message):

@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(EightBitWgradConfig::THREADS, 1)
             uint32_t num_tiles =
                 fused_moe_num_wgrad_tiles(p.tiles.schedule, p.tiles.E, (int32_t)p.tiles.R, &p.order);
             fetch_tiles(
-                p.tiles, s.queue, num_tiles,
+                p.tiles, s.queue, fused_moe_equal_shares(num_tiles),
                 [&](uint32_t index, auto publish) {
                     EightBitWgradTile tile = {-1};
                     if (index >= num_tiles || decode_tile(p, index, tile)) publish(tile);

@@ -83,24 +83,27 @@ __device__ inline int token_of_row(const Gemm &p, const WorkTile &tile, int i) {
 /* The fetching warp of a GEMM whose rows may be gathered. */
 template <int CUT_ROWS, class Gemm, class Queue>
 __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
-    uint32_t num_tiles =
-        fused_moe_num_work_tiles(p.tiles.schedule, p.tiles.E, (int32_t)p.tiles.R, &p.tiles.order);
+    const TileSource &source = p.tiles;
+    const int32_t E = source.E, R = (int32_t)source.R;
+    FusedMoeTileOrder order = source.order;
+    /* few rows and tiles in turn have no lockstep to keep; without swap-AB all tiles take as long */
+    bool may_share = !CUT_ROWS && source.swaps_skinny && source.assignment != FUSED_MOE_IN_TURN;
+    FusedMoeTileShares shares =
+        may_share ? fused_moe_share_tiles(source.schedule, E, R, &order, gridDim.x)
+                  : fused_moe_equal_shares(fused_moe_num_work_tiles(source.schedule, E, R, &order));
     auto publish_tiles = [&](uint32_t index, auto publish) {
-        const TileSource &source = p.tiles;
-        int32_t R = (int32_t)source.R;
         WorkTile tile = {-1};
-        if (index < num_tiles) {
-            FusedMoeWorkTile work =
-                fused_moe_work_tile(source.schedule, source.offs, source.E, R, &source.order, index);
+        if (index < shares.num) {
+            FusedMoeWorkTile work = fused_moe_work_tile(source.schedule, source.offs, E, R, &order, index);
             set_tile(source, work, tile);
             if (source.has_tall && !tile.half_n)
-                set_tile(source, fused_moe_tall_tile(work, source.offs, R, &source.order), tile);
+                set_tile(source, fused_moe_tall_tile(work, source.offs, R, &order), tile);
         }
         for_each_part<CUT_ROWS>(tile, publish);
     };
     auto token_of = [&](const WorkTile &tile, int i) { return token_of_row(p, tile, i); };
     auto is_long = [](const WorkTile &) { return false; }; /* all take about as long */
-    fetch_tiles(p.tiles, queue, num_tiles, publish_tiles, token_of, is_long);
+    fetch_tiles(source, queue, shares, publish_tiles, token_of, is_long);
 }
 
 template <class Config>

@@ -222,18 +222,18 @@ __device__ inline void for_each_part(Tile tile, Fn fn) {
  * tile the next one is fetched when the queue has room for it, not earlier: next_tile() claims ahead, and
  * until then an idle CTA may steal that claim. */
 template <class Queue, typename PublishTiles, typename TokenOf, typename IsLong>
-__device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint32_t num_claims,
+__device__ inline void fetch_tiles(const TileSource &source, Queue &queue, FusedMoeTileShares claims,
                                    PublishTiles publish_tiles, TokenOf token_of, IsLong is_long) {
     uint32_t cta = blockIdx.x, ctas = gridDim.x;
     FusedMoeTileScheduler scheduler =
-        fused_moe_tile_scheduler(source.counters + CLAIMED, num_claims, cta, ctas, source.assignment);
+        fused_moe_tile_scheduler(source.counters + CLAIMED, claims, cta, ctas, source.assignment);
     /* A CTA that starts early takes its own first claim, and others not before all CTAs can start. */
-    bool may_take = !source.pdl.reads_before_wait || cta < num_claims;
+    bool may_take = !source.pdl.reads_before_wait || cta < claims.num;
     TileWriter<Queue> writer(queue);
     for (bool has_tiles = true; has_tiles; may_take = !source.pdl.reads_before_wait) {
         if (!may_take) griddepcontrol_wait();
         uint32_t claim = fused_moe_next_tile(&scheduler);
-        has_tiles = claim < num_claims;
+        has_tiles = claim < claims.num;
         publish_tiles(claim, [&](const typename Queue::Tile &tile) {
             writer.publish(tile, token_of);
             if (is_long(tile)) writer.wait_for_room();
@@ -291,7 +291,7 @@ __device__ inline void fetch_slot_tiles(const TileSource &source, const FusedMoe
         return fused_moe_slot_of_row(&plan, tile.first_row + i) / unplanned.K;
     };
     auto is_long = [](const WorkTile &) { return false; };
-    fetch_tiles(source, queue, num_tiles, publish_tiles, token_of, is_long);
+    fetch_tiles(source, queue, fused_moe_equal_shares(num_tiles), publish_tiles, token_of, is_long);
 }
 
 /* --- rows that no tile covers --------------------------------------------------------------------------- */

@@ -99,7 +99,7 @@ __device__ inline void fetch_wgrad_tiles(const Wgrad &p, Queue &queue) {
     };
     auto token_of = [](const WgradTile &, int) { return 0; };
     auto is_long = [](const WgradTile &tile) { return tile.num_rows >= LONG_TILE; };
-    fetch_tiles(source, queue, num_claims, publish_tiles, token_of, is_long);
+    fetch_tiles(source, queue, fused_moe_equal_shares(num_claims), publish_tiles, token_of, is_long);
 }
 
 template <class Config, class Epilogue>
