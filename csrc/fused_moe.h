@@ -184,7 +184,8 @@ typedef struct {              /* dlogits from dscores; scores are computed again
     const int32_t *ids;       /* [T,K] -1: no gradient */
     const void *expert_scale; /* as in FusedMoeRoute */
     void *dlogits;            /* [T,E] 0 for a token without experts, whatever its logits */
-    FusedMoeDtype dtype;
+    void *rounded;            /* [T,E] f32 dlogits rounded to rounded_dtype; NULL: not */
+    FusedMoeDtype dtype, rounded_dtype;
     FusedMoeScoreFunc score_func;
     bool route_norm;
     double route_scale, norm_eps;

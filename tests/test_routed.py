@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import BF16, F32, F64, Calls
+from cases import BF16, F16, F32, F64, Calls
 from test_module import SETTINGS
 from torch import nn
 from torch.autograd import gradcheck
@@ -109,7 +109,7 @@ def test_gradients_of_nodes_apart(device, settings, dtype):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype", (F64, F32, BF16), ids=str)
+@pytest.mark.parametrize("dtype", (F64, F32, BF16, F16), ids=str)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_one_node_or_two(device, settings, dtype, monkeypatch):
     """The bits of the nodes that a selective checkpoint gets, with a count, given ids and losses, too."""

@@ -167,7 +167,7 @@ static double unscaled(const FusedMoeRouteBackward *p, const FmRows *v, int64_t 
 
 static int route_backward_block(int64_t block, const void *ctx, char *scratch) {
     const FusedMoeRouteBackward *p = ctx;
-    const FmRows *v = fm_rows(p->dtype);
+    const FmRows *v = fm_rows(p->dtype), *narrow = fm_rows(p->rounded_dtype);
     size_t unused = 0;
     void *accum = fm_take(&scratch, &unused, p->E * v->accum_bytes);
     double *logits = fm_take(&scratch, &unused, p->E * sizeof(double));
@@ -177,10 +177,12 @@ static int route_backward_block(int64_t block, const void *ctx, char *scratch) {
     for (int64_t t = block * BLOCK; t < fm_min(p->T, (block + 1) * BLOCK); t++) {
         const int32_t *ids = p->ids + t * p->K;
         void *dlogits = fm_at(p->dlogits, v->elem_bytes, t * p->E);
+        void *rounded = p->rounded ? fm_at(p->rounded, narrow->elem_bytes, t * p->E) : NULL;
         bool has_expert = false;
         for (int32_t k = 0; k < p->K; k++) has_expert |= ids[k] >= 0;
         if (!has_expert) { /* padding, say: its logits may be NaN */
             memset(dlogits, 0, p->E * v->elem_bytes);
+            if (rounded) memset(rounded, 0, p->E * narrow->elem_bytes);
             continue;
         }
         load_logits(v, logits, accum, fm_at(p->logits, v->elem_bytes, t * p->E), p->E);
@@ -209,6 +211,7 @@ static int route_backward_block(int64_t block, const void *ctx, char *scratch) {
             for (int32_t e = 0; e < p->E; e++) v->set(accum, e, dscore[e] * score[e] * (1 - score[e]));
         }
         v->store(dlogits, accum, p->E);
+        if (rounded) narrow->store(rounded, accum, p->E);
     }
     return FUSED_MOE_OK;
 }

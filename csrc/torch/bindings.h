@@ -258,8 +258,14 @@ struct PreparedRouteBackward {
 PreparedRouteBackward prepare_route_backward(const char *op, const Tensor &logits, const Tensor &ids,
                                              int64_t score_func, bool route_norm, double route_scale,
                                              double route_norm_eps, const OptTensor &expert_scale);
+/* rounded: dlogits itself if that has rounded_dtype. */
+struct RouteGrads {
+    Tensor dlogits, rounded;
+};
+
 /* dscores: a dense (T, K), of the scores' dtype. */
-Tensor run_route_backward(const Call &call, const PreparedRouteBackward &route, const Tensor &dscores);
+RouteGrads run_route_backward(const Call &call, const PreparedRouteBackward &route, const Tensor &dscores,
+                              ScalarType rounded_dtype);
 
 /* dx = dlogits weight, or dx += dlogits weight; weight is a dense (E, D). */
 void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &weight, const Tensor &dx,

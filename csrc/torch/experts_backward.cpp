@@ -359,8 +359,7 @@ TensorList experts_backward(const Tensor &dout, const Tensor &x, const Tensor &w
 
     const Call call = begin_call(op, x);
     const auto down_grads = run_down_backward(call, std::move(down));
-    const Tensor dlogits = run_route_backward(call, route, *down_grads.dscores);
-    const Tensor rounded = in_dtype_of(dlogits, x);
+    const auto [dlogits, rounded] = run_route_backward(call, route, *down_grads.dscores, x.scalar_type());
     const auto up_grads = run_up_backward(call, up, *down_grads.dh, rounded, aligned(in_dtype_of(gate, x)));
     TensorList grads = {*up_grads.dx, dlogits};
     if (dlogits.scalar_type() != x.scalar_type()) grads.push_back(rounded);

@@ -199,13 +199,19 @@ PreparedRouteBackward prepare_route_backward(const char *op, const Tensor &logit
     return {p, logits, ids, scale};
 }
 
-Tensor run_route_backward(const Call &call, const PreparedRouteBackward &route, const Tensor &dscores) {
+RouteGrads run_route_backward(const Call &call, const PreparedRouteBackward &route, const Tensor &dscores,
+                              ScalarType rounded_dtype) {
     FusedMoeRouteBackward p = route.p;
-    Tensor dlogits = new_tensor(route.logits, {p.T, p.E});
+    Tensor dlogits = new_tensor(route.logits, {p.T, p.E}), rounded = dlogits;
+    if (rounded_dtype != dlogits.scalar_type()) {
+        rounded = new_tensor(route.logits, {p.T, p.E}, rounded_dtype);
+        p.rounded = rounded.mutable_data_ptr();
+        p.rounded_dtype = float_dtype(call.op, rounded);
+    }
     p.dscores = data(dscores);
     p.dlogits = dlogits.mutable_data_ptr();
     run(call, p, fused_moe_cpu_route_backward, CUDA(fused_moe_cuda_route_backward));
-    return dlogits;
+    return {dlogits, rounded};
 }
 
 Tensor route_backward(const Tensor &dscores_, const Tensor &logits, const Tensor &ids, int64_t score_func,
@@ -215,5 +221,5 @@ Tensor route_backward(const Tensor &dscores_, const Tensor &logits, const Tensor
     const PreparedRouteBackward own = prepare_route_backward(op, logits, ids, score_func, route_norm,
                                                              route_scale, route_norm_eps, expert_scale);
     const Tensor dscores = *scores_of(op, dscores_, own.logits, {own.p.T, own.p.K});
-    return run_route_backward(begin_call(op, own.logits), own, dscores);
+    return run_route_backward(begin_call(op, own.logits), own, dscores, own.logits.scalar_type()).dlogits;
 }

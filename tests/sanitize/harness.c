@@ -387,6 +387,10 @@ static int route_backward(Case *c) {
     p.score_func = (FusedMoeScoreFunc)draw(FUSED_MOE_SQRTSOFTPLUS + 1);
     p.route_norm = option();
     p.dlogits = output(s->T * s->E * c->elem);
+    if (c->dtype == FUSED_MOE_F32 && option()) {
+        p.rounded_dtype = FUSED_MOE_BF16;
+        p.rounded = output(s->T * s->E * 2);
+    }
     return fused_moe_cpu_route_backward(&p);
 }
 

@@ -105,7 +105,9 @@ __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
         for (int i = 0; i < V; i++) x[i] = 0;
     }
-    if (token < p.T) store_row<G>(p.dlogits, x, p.dtype, t, p.E);
+    if (token >= p.T) return;
+    store_row<G>(p.dlogits, x, p.dtype, t, p.E);
+    if (p.rounded) store_row<G>(p.rounded, x, p.rounded_dtype, t, p.E);
 }
 
 } // namespace
