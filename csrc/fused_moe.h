@@ -185,6 +185,7 @@ typedef struct {              /* dlogits from dscores; scores are computed again
     const void *expert_scale; /* as in FusedMoeRoute */
     void *dlogits;            /* [T,E] 0 for a token without experts, whatever its logits */
     void *rounded;            /* [T,E] f32 dlogits rounded to rounded_dtype; NULL: not */
+    FusedMoePdl pdl;          /* it may read all but dscores before the wait */
     FusedMoeDtype dtype, rounded_dtype;
     FusedMoeScoreFunc score_func;
     bool route_norm;
@@ -399,6 +400,7 @@ typedef struct {        /* g = dout[row_token] w2;  dh = dact(s g, h);  a_scaled
     void *a_scaled;     /* [R,F]; may be NULL */
     void *dscores;      /* [T,K] zero in slots without a row; may be NULL */
     FusedMoeWorkspace workspace;
+    FusedMoePdl pdl; /* of the last launch, which writes dscores */
     FusedMoeRowMap row_map;
     int64_t D, F;
     FusedMoeLayout layout;

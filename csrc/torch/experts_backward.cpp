@@ -37,8 +37,11 @@ Tensor up_dgrad(const Tensor &dh_, const Tensor &w1, const OptTensor &w3, const 
 struct NeededUpGrads {
     OptTensor dx, dw1, dw3, db1, db3, dscores;
 };
-struct NeededDownGrads {
-    OptTensor dh, dw2, db2, dscores;
+struct NeededDownInputGrads {
+    OptTensor dh, a_scaled, dscores; /* dw2 = dout^T a_scaled */
+};
+struct NeededDownWeightGrads {
+    OptTensor dw2, db2;
 };
 
 struct UpNeeds {
@@ -251,13 +254,10 @@ static DownBackward down_backward_of(const char *op, const Tensor &dout, const T
     return down;
 }
 
-/* dw2 is added to main_grad2 where there is one; it is then absent. `down` is passed by value, so copies of
- * operands are freed at the end. */
-static NeededDownGrads run_down_backward(const Call &call, DownBackward down) {
+static NeededDownInputGrads run_down_dgrad(const Call &call, DownBackward &down) {
     auto &[w2, d, needs, main_grad2] = down;
     const FusedMoeRowMap &map = d.map.p;
-    const int64_t R = map.R, F = d.p.F;
-    OptTensor dh, a_scaled, dscores, dw2, db2;
+    OptTensor dh, a_scaled, dscores;
     if (needs.dh) {
         dh = new_tensor(d.h, {d.h.size(0), d.h.size(1)});
         d.p.dh = dh->mutable_data_ptr();
@@ -267,14 +267,23 @@ static NeededDownGrads run_down_backward(const Call &call, DownBackward down) {
         d.p.dscores = dscores->mutable_data_ptr();
     }
     if (needs.dw2) {
-        a_scaled = new_tensor(d.dout, {R, F});
+        a_scaled = new_tensor(d.dout, {map.R, d.p.F});
         d.p.a_scaled = a_scaled->mutable_data_ptr();
     }
     if (needs.dh || needs.dscores || needs.dw2) run_down_dgrad(call, d);
+    return {dh, a_scaled, dscores};
+}
+
+/* dw2 is added to main_grad2 where there is one; it is then absent. `down` and a_scaled are passed by value,
+ * so their memory is freed at the end. */
+static NeededDownWeightGrads run_down_wgrad(const Call &call, DownBackward down, OptTensor a_scaled) {
+    auto &[w2, d, needs, main_grad2] = down;
+    const FusedMoeRowMap &map = d.map.p;
+    OptTensor dw2, db2;
     if (needs.dw2) {
         const FusedMoeWeight dw = main_grad2 ? *main_grad2 : weight(*(dw2 = new_grad(w2)));
         const FusedMoeWeight parts[2] = {transposed(dw), {}};
-        const int64_t M[2] = {F, 0};
+        const int64_t M[2] = {d.p.F, 0};
         const GatheredRows dout_rows = {&d.dout, map.row_token, nullptr, nullptr};
         run_wgrad(call, *a_scaled, dout_rows, parts, M, main_grad2.has_value(), grouping_of(d.map));
     }
@@ -282,14 +291,16 @@ static NeededDownGrads run_down_backward(const Call &call, DownBackward down) {
         db2 = new_tensor(d.dout, {map.E, d.p.D});
         const GatheredRows dout_rows = {&d.dout, map.row_token, map.row_slot,
                                         d.scores ? &*d.scores : nullptr};
-        run_bias_grad(call, dout_rows, R, grouping_of(d.map), *db2);
+        run_bias_grad(call, dout_rows, map.R, grouping_of(d.map), *db2);
     }
-    return {dh, dw2, db2, dscores};
+    return {dw2, db2};
 }
 
 static DownGrads run_down_backward(const char *op, DownBackward down) {
     const Tensor dout = down.d.dout;
-    auto [dh, dw2, db2, dscores] = run_down_backward(begin_call(op, dout), std::move(down));
+    const Call call = begin_call(op, dout);
+    auto [dh, a_scaled, dscores] = run_down_dgrad(call, down);
+    auto [dw2, db2] = run_down_wgrad(call, std::move(down), std::move(a_scaled));
     for (OptTensor *grad : {&dh, &dw2, &db2})
         if (!*grad) *grad = new_empty_result(dout);
     if (!dscores) dscores = new_empty_result(dout, score_dtype(dout));
@@ -344,8 +355,8 @@ TensorList experts_backward(const Tensor &dout, const Tensor &x, const Tensor &w
                                          {true, needs[2] != 0, needs[5] != 0, true}, {});
     const UpNeeds up_needs = {true, needs[0] != 0, needs[1] != 0, needs[3] != 0, needs[4] != 0, false};
     const UpBackward up = up_backward_of(op, x, w1, w3, {}, plan, layout, up_needs, {}, {});
-    const PreparedRouteBackward route = prepare_route_backward(
-        op, logits, plan[1], routing[1], routing[2] != 0, constants[2], constants[3], expert_scale);
+    PreparedRouteBackward route = prepare_route_backward(op, logits, plan[1], routing[1], routing[2] != 0,
+                                                         constants[2], constants[3], expert_scale);
     const Width &s = up.s;
     check_size(op, "w2's width", w2.size(2), s.F, s.F);
     check_dtype(op, "dout", dout, x.scalar_type());
@@ -358,14 +369,16 @@ TensorList experts_backward(const Tensor &dout, const Tensor &x, const Tensor &w
     if (gate.scalar_type() != ScalarType::Float) check_dtype(op, "gate", gate, x.scalar_type());
 
     const Call call = begin_call(op, x);
-    const auto down_grads = run_down_backward(call, std::move(down));
-    const auto [dlogits, rounded] = run_route_backward(call, route, *down_grads.dscores, x.scalar_type());
-    const auto up_grads = run_up_backward(call, up, *down_grads.dh, rounded, aligned(in_dtype_of(gate, x)));
+    /* route_backward follows dscores' launch, and computes the scores again beside it. */
+    down.d.p.pdl.lets_next_start = route.p.pdl.reads_before_wait = true;
+    auto [dh, a_scaled, dscores] = run_down_dgrad(call, down);
+    const auto [dlogits, rounded] = run_route_backward(call, route, *dscores, x.scalar_type());
+    const auto [dw2, db2] = run_down_wgrad(call, std::move(down), std::move(a_scaled));
+    const auto up_grads = run_up_backward(call, up, *dh, rounded, aligned(in_dtype_of(gate, x)));
     TensorList grads = {*up_grads.dx, dlogits};
     if (dlogits.scalar_type() != x.scalar_type()) grads.push_back(rounded);
-    for (const OptTensor *grad :
-         {&up_grads.dw1, &up_grads.dw3, &down_grads.dw2, &up_grads.db1, &up_grads.db3, &down_grads.db2})
+    for (const OptTensor *grad : {&up_grads.dw1, &up_grads.dw3, &dw2, &up_grads.db1, &up_grads.db3, &db2})
         if (*grad) grads.push_back(**grad);
-    if (needs[6]) grads.push_back(*down_grads.dscores);
+    if (needs[6]) grads.push_back(*dscores);
     return grads;
 }

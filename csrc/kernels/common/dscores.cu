@@ -25,9 +25,12 @@ __global__ void __launch_bounds__(THREADS) dscores_kernel(const __grid_constant_
     const FusedMoeRowMap &row_map = p.row_map;
     const FusedMoeExpertList experts = {nullptr, (int32_t *)row_map.offs, row_map.E};
     int lane = threadIdx.x % LANES;
-    int64_t num_slots = row_map.T * row_map.K, num_rows = num_rows_of(row_map.offs, row_map.E, row_map.R);
+    int64_t num_slots = row_map.T * row_map.K;
     int64_t first_slot = (blockIdx.x * (int64_t)THREADS + threadIdx.x) / LANES;
     int64_t stride = (int64_t)gridDim.x * THREADS / LANES;
+    griddepcontrol_wait();
+    if (p.pdl.lets_next_start) griddepcontrol_launch_dependents();
+    int64_t num_rows = num_rows_of(row_map.offs, row_map.E, row_map.R);
     for (int64_t slot = first_slot; slot < num_slots; slot += stride) {
         int64_t r = row_map.token_row ? row_map.token_row[slot] : slot;
         Acc sum = 0;
@@ -53,9 +56,9 @@ int run_dscores(const FusedMoeDownDgrad &p, const void *partials, int64_t partia
     int64_t num_slots = p.row_map.T * p.row_map.K;
     return with_dtype(p.dtype, [&](auto t) {
         using T = decltype(t);
-        if (p.b2)
-            return launch(dscores_kernel<T, 32>, s, ceil_div(num_slots * 32, THREADS), THREADS, 0, stream);
-        return launch(dscores_kernel<T, 1>, s, ceil_div(num_slots, THREADS), THREADS, 0, stream);
+        auto how = [](int64_t threads) { return Launch{ceil_div(threads, THREADS), THREADS, 1, 0}; };
+        if (p.b2) return launch_dependent<dscores_kernel<T, 32>>(s, how(num_slots * 32), stream);
+        return launch_dependent<dscores_kernel<T, 1>>(s, how(num_slots), stream);
     });
 }
 

@@ -51,22 +51,24 @@ __global__ void __launch_bounds__(32 * WARPS)
     __shared__ Part<Acc, C> dscores[32 * WARPS / G][G * V / C];
     int slot = subwarp_lane<G>(); /* the lane holds this slot's id, score and gradient */
     int64_t token = subwarp_token<G>(), t = min(token, p.T - 1);
+    if (!p.pdl.reads_before_wait) griddepcontrol_wait();
     int id = slot < p.K ? p.ids[t * p.K + slot] : -1;
     bool valid = (unsigned)id < (unsigned)p.E;
-    Acc d = valid ? ((const Acc *)p.dscores)[t * p.K + slot] : Acc(0);
-    if (p.expert_scale && valid) d *= ((const Acc *)p.expert_scale)[id];
     Acc logit[V], value[V];
     load_logits<G>(logit, p.logits, p.dtype, t, p.E);
     Scores<Acc> scores = scores_of<G>(p.score_func, logit);
     all_scores(value, scores, logit);
 
     /* back through scales and norm: q_k = score_k / sum, dscore_k = (dq_k - sum_j dq_j q_j) / sum */
-    Acc sum = 1, shift = 0;
+    Acc chosen = 0, sum = 1, shift = 0;
     if (p.route_norm) {
-        Acc chosen = valid ? scores(load_one<Acc>(p.logits, p.dtype, t * p.E + id)) : Acc(0);
+        if (valid) chosen = scores(load_one<Acc>(p.logits, p.dtype, t * p.E + id));
         sum = subwarp_sum<G>(chosen) + (Acc)p.norm_eps;
-        shift = subwarp_sum<G>(d * chosen / sum);
     }
+    if (p.pdl.reads_before_wait) griddepcontrol_wait();
+    Acc d = valid ? ((const Acc *)p.dscores)[t * p.K + slot] : Acc(0);
+    if (p.expert_scale && valid) d *= ((const Acc *)p.expert_scale)[id];
+    if (p.route_norm) shift = subwarp_sum<G>(d * chosen / sum);
     Acc factor = (Acc)p.route_scale / sum;
 
     Part<Acc, C> *row = dscores[threadIdx.x / G];
@@ -127,7 +129,7 @@ extern "C" int fused_moe_cuda_route(const FusedMoeRoute *p, void *stream) {
 extern "C" int fused_moe_cuda_route_backward(const FusedMoeRouteBackward *p, void *stream) {
     return with_kernel(p->dtype, p->E, p->K, [&](auto acc, auto lanes, auto elements) {
         constexpr int G = decltype(lanes)::value, V = decltype(elements)::value;
-        return launch(route_backward_kernel<decltype(acc), G, V>, *p, ceil_div(p->T, 32 * WARPS / G),
-                      32 * WARPS, 0, stream);
+        return launch_dependent<route_backward_kernel<decltype(acc), G, V>>(
+            *p, {ceil_div(p->T, 32 * WARPS / G), 32 * WARPS, 1, 0}, stream);
     });
 }
