@@ -13,11 +13,14 @@ static Tensor columns(Tensor &db, int64_t first, int64_t count) {
 
 /* dx_rows = dh w1, or dgate w1 + dup w3. */
 static Tensor run_up_dgrad(const Call &call, const Tensor &dh, const UpWeights &weights, const Width &s,
-                           const RowMap &map) {
+                           const RowMap &map, bool after_any) {
     const FusedMoeWeight b[2] = {transposed(weights.w1), transposed(weights.w3)};
     const int64_t N[2] = {s.w1_rows, weights.w3.data ? s.F : 0};
     Tensor dx_rows = new_tensor(dh, {map.p.R, s.D});
-    run_grouped_mm(call, dh, b, N, {}, grouping_of(map), dx_rows);
+    FusedMoeGroupedMM p = grouped_mm_of(data(dh), float_dtype(call.op, dh), map.p.R, b, N, {},
+                                        grouping_of(map), dx_rows.mutable_data_ptr(), s.D);
+    p.pdl.after_any = after_any;
+    run_grouped_mm(call, p, dh);
     return dx_rows;
 }
 
@@ -30,7 +33,7 @@ Tensor up_dgrad(const Tensor &dh_, const Tensor &w1, const OptTensor &w3, const 
     RowMap map = row_map_of(op, dh, RowsOf::ROWS, s.E, plan);
     UpWeights weights = up_weights(op, w1, w3, dh, s);
     (void)float_dtype(op, dh);
-    return run_up_dgrad(begin_call(op, dh), dh, weights, s, map);
+    return run_up_dgrad(begin_call(op, dh), dh, weights, s, map, true);
 }
 
 /* Those that are needed. */
@@ -59,6 +62,7 @@ struct UpBackward {
     UpWeights weights;
     UpNeeds needs;
     std::optional<FusedMoeWeight> main_grad1, main_grad3;
+    bool after_any = true; /* up_dgrad may follow another library's kernel: FusedMoePdl */
 };
 
 static UpBackward up_backward_of(const char *op, const Tensor &x_, const Tensor &w1, const OptTensor &w3,
@@ -94,11 +98,11 @@ static UpBackward up_backward_of(const char *op, const Tensor &x_, const Tensor 
  * router's gradient of x, dlogits gate, is added to dx. dh, dlogits and gate are checked, as x is. */
 static NeededUpGrads run_up_backward(const Call &call, const UpBackward &up, const Tensor &dh,
                                      const OptTensor &dlogits, const OptTensor &gate) {
-    const auto &[w1, w3, x, scores, map, s, weights, needs, main_grad1, main_grad3] = up;
+    const auto &[w1, w3, x, scores, map, s, weights, needs, main_grad1, main_grad3, after_any] = up;
     const int64_t T = map.p.T, K = map.p.K, R = map.p.R;
     OptTensor dx, dw1, dw3, db1, db3, dscores;
     if (needs.dx || needs.dscores) {
-        Tensor dx_rows = run_up_dgrad(call, dh, weights, s, map);
+        Tensor dx_rows = run_up_dgrad(call, dh, weights, s, map, after_any);
         if (needs.dscores) {
             dscores = new_tensor(x, {T, K}, score_dtype(x));
             run_unpermute_backward(call, x, dx_rows, {}, map, {}, dscores);
@@ -354,7 +358,7 @@ TensorList experts_backward(const Tensor &dout, const Tensor &x, const Tensor &w
     DownBackward down = down_backward_of(op, dout, h, w2, b2, scores, plan, layout, activation, of_activation,
                                          {true, needs[2] != 0, needs[5] != 0, true}, {});
     const UpNeeds up_needs = {true, needs[0] != 0, needs[1] != 0, needs[3] != 0, needs[4] != 0, false};
-    const UpBackward up = up_backward_of(op, x, w1, w3, {}, plan, layout, up_needs, {}, {});
+    UpBackward up = up_backward_of(op, x, w1, w3, {}, plan, layout, up_needs, {}, {});
     PreparedRouteBackward route = prepare_route_backward(op, logits, plan[1], routing[1], routing[2] != 0,
                                                          constants[2], constants[3], expert_scale);
     const Width &s = up.s;
@@ -371,6 +375,7 @@ TensorList experts_backward(const Tensor &dout, const Tensor &x, const Tensor &w
     const Call call = begin_call(op, x);
     /* route_backward follows dscores' launch, and computes the scores again beside it. */
     down.d.p.pdl.lets_next_start = route.p.pdl.reads_before_wait = true;
+    up.after_any = false; /* kernels of this call come before it */
     auto [dh, a_scaled, dscores] = run_down_dgrad(call, down);
     const auto [dlogits, rounded] = run_route_backward(call, route, *dscores, x.scalar_type());
     const auto [dw2, db2] = run_down_wgrad(call, std::move(down), std::move(a_scaled));
