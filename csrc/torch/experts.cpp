@@ -85,6 +85,7 @@ static Sides keep_sides(const char *op, const ExpertsArguments &given, const Ten
                         {given.constants[0], given.constants[1]}, a, h);
     DownSide down = down_side(op, x, a, s.F, w2, D, given.b2, chosen.scores, plan.rows,
                               {given.shared, given.shared_gate}, a + y_offset, out);
+    down.p.pdl = {}; /* up_gate comes before it, and lets no kernel begin early */
     const Call call = begin_call(op, plan.ids);
     run_logits(call, *chosen.logits);
     run_private_plan(call, plan, &chosen.route->p, FUSED_MOE_PLAN_BY_KERNELS);
