@@ -124,6 +124,7 @@ static void def_rules(py::module_ &m) {
     m.def("planner", [](int64_t T, int64_t K, int64_t E, bool gemms_plan, bool has_clusters, bool chooses) {
         return static_cast<int>(fused_moe_planner(T, K, E, gemms_plan, has_clusters, chooses));
     });
+    m.def("counts_every_slot", fused_moe_counts_every_slot);
     m.def("num_spans", fused_moe_num_spans);
     m.def("has_few_tokens", fused_moe_has_few_tokens);
 }

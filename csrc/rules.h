@@ -236,9 +236,11 @@ FUSED_MOE_FN FusedMoeRouterTile fused_moe_router_tile(int64_t T, int64_t E, int3
 /* --- the choice, the plan and the combine --------------------------------------------------------------- */
 
 enum {
-    FUSED_MOE_FEW_SLOTS = 64,    /* that a GEMM plans; an expert that has them all is skinny */
-    FUSED_MOE_PASS_SLOTS = 2048, /* that a CTA of route_plan sorts at once                   */
-    FUSED_MOE_CLUSTER_CTAS = 8,  /* the largest cluster that every GPU with clusters runs    */
+    FUSED_MOE_FEW_SLOTS = 64,       /* that a GEMM plans; an expert that has them all is skinny */
+    FUSED_MOE_PASS_SLOTS = 1024,    /* that a CTA of route_plan sorts at once                   */
+    FUSED_MOE_RANGE_EXPERTS = 512,  /* of a CTA of route_plan, at most                          */
+    FUSED_MOE_COUNTED_SLOTS = 8192, /* in less time than a launch takes                         */
+    FUSED_MOE_CLUSTER_CTAS = 8,     /* the largest cluster that every GPU with clusters runs    */
     FUSED_MOE_CLUSTER_SLOTS = 8192,
     FUSED_MOE_CLUSTER_CHOICES = 4096, /* slots, where their experts are chosen, too */
     FUSED_MOE_CLUSTER_EXPERTS = 1024,
@@ -291,11 +293,21 @@ FUSED_MOE_FN FusedMoePlanner fused_moe_planner(int64_t T, int64_t K, int64_t E, 
     return FUSED_MOE_PLAN_BY_KERNELS;
 }
 
-/* Spans of slots that route_plan's CTAs count and scatter. One span needs no launch that counts.
- * Every CTA reads all spans' counts, so there are no more spans than SMs. */
-FUSED_MOE_FN int32_t fused_moe_num_spans(int64_t num_slots, int32_t num_sms) {
-    int64_t spans = (num_slots + FUSED_MOE_PASS_SLOTS - 1) / FUSED_MOE_PASS_SLOTS;
-    return (int32_t)(spans < num_sms ? spans : num_sms);
+/* Whether every CTA of route_plan counts all slots itself, once for each PASS_SLOTS experts. More slots are
+ * counted by a launch before it. */
+FUSED_MOE_FN bool fused_moe_counts_every_slot(int64_t num_slots, int64_t E) {
+    return num_slots * ((E + FUSED_MOE_PASS_SLOTS - 1) / FUSED_MOE_PASS_SLOTS) <= FUSED_MOE_COUNTED_SLOTS;
+}
+
+/* Spans of slots that route_plan's CTAs count and scatter. Short spans are done sooner, but every CTA adds
+ * the spans' counts if a launch made them. A span has a CTA for each range of experts, and the plan has one
+ * more: all run at once, unless there are as many ranges as SMs. */
+FUSED_MOE_FN int32_t fused_moe_num_spans(int64_t num_slots, int64_t E, int32_t num_sms) {
+    int64_t span_slots = fused_moe_counts_every_slot(num_slots, E) ? 256 : 512;
+    int64_t ranges = (E + FUSED_MOE_RANGE_EXPERTS - 1) / FUSED_MOE_RANGE_EXPERTS;
+    int64_t spans = (num_slots + span_slots - 1) / span_slots;
+    int64_t most = ranges < num_sms ? (num_sms - 1) / ranges : 1;
+    return (int32_t)(spans < most ? spans : most);
 }
 
 /* Whether a warp of unpermute has half of the columns, and a lane twice the rows in flight: with few tokens,

@@ -483,8 +483,11 @@ CPU = listed({
 CUDA = listed({
   ("csrc/kernels/common/route_plan.cu", "tests/test_route_plan.py"): [
     ("cuda: a span counts a slot too many", "[e] = 0; __syncthreads();", "[e] = e == 3; __syncthreads();"),
-    ("cuda: counts without the map",
-     ") return -1; int64_t e = slot_expert(&s.p", ") return -1; int64_t e = integer(s.p.ids, s.p.ids_dtype")],
+    ("cuda: ids are experts, with a map, too",
+     "if (expert[i] >= 0) expert[i] = p.expert_map[expert[i]];", ";"),
+    ("cuda: the second pass of a span forgets the first", "row_of_span[i] = row;", ";"),
+    ("cuda: skinny experts' tiles begin at 0",
+     "all[FULL_TILES] + before[SKINNY_TILES]", "before[SKINNY_TILES]")],
   ("csrc/kernels/common/route_plan.cu", "tests/cuda/test_misuse.py"): [
     ("cuda: counts are not clamped", "end = max((int64_t)0, min(end, s.R));", "")],
   ("csrc/kernels/common/choose.cuh", "tests/test_padding.py"): [

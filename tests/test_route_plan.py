@@ -143,6 +143,15 @@ def test_any_bound(device, tokens, top_k, num_experts, routing, dtype, has_map, 
     assert_same_plan(Plan(*torch.ops.fused_moe.route_plan(ids, num_experts, expert_map, R)), found)
 
 
+@pytest.mark.parametrize("num_experts", (9, 600))
+@pytest.mark.parametrize("slots", (8192, 8193, 200_000))
+def test_many_slots(device, slots, num_experts):
+    """Slots that every CTA counts, slots with a launch that counts, and spans of several passes."""
+    ids = make_ids("repeats", slots, 1, num_experts + 1).to(device)  # some have no expert
+    plan = fused_moe.route_plan(ids, num_experts, max_rows=slots // 2)
+    assert_same_plan(plan, reference.route_plan(ids, num_experts, max_rows=slots // 2))
+
+
 def test_bounds_of_samples(device):
     """Under vmap each sample has a plan, and one count may be that of all."""
     ids = torch.stack([make_ids("repeats", 9, 2, 3, seed) for seed in range(4)]).to(device)
