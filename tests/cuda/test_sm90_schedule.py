@@ -1,6 +1,8 @@
 """The sm90 tier's tile schedule and its memory accesses: no order changes a bit, none leaves the
 tensors."""
 
+from math import ceil
+
 import exact
 import pytest
 import torch
@@ -11,6 +13,7 @@ from gpu_cases import (
     every_gemm,
     ids_of,
     ops,
+    poisoned,
     settings_of,
     weights_of,
     wgrad_operands,
@@ -39,6 +42,40 @@ def test_same_bits_in_every_schedule(device, choose, dtype):
     for schedule in SCHEDULES:
         choose(FUSED_MOE_SCHEDULE=schedule)
         assert_same_bits(first, run())
+
+
+@pytest.mark.sanitizer
+@HALF_DTYPES
+@pytest.mark.parametrize("skinny", (24, 90, 600))
+def test_skinny_experts_have_ctas_of_their_own(device, choose, dtype, skinny):
+    """Experts of 64, 1 and 40 rows, among empty ones, beside four tiles of full experts for each SM: the same
+    bits as when they come last. All CTAs share the tiles of 600 of them, which take too long for a few."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    full = [1100, 0, 1024, *[1153] * ceil(4 * num_sms / 10)]
+    counts = [*full, *[(64, 1, 0, 40)[i % 4] for i in range(skinny)]]
+    case = Case(dim=72, hidden=264, num_experts=len(counts), dtype=dtype)
+    (up, _), settings = weights_of(case, device), settings_of(case)
+    w2 = draw_weights(len(counts), 72, 264, dtype, device)
+    plan = fused_moe.route_plan(ids_of(counts, device), len(counts))
+    x, offsets = torch.randn(plan.token_row.size(0), 72).to(device, dtype), plan.offsets[1:]
+    for n_tiles in (1, 3):
+        _, own = ops.share_tiles(plan.schedule.cpu(), offsets.cpu(), n_tiles, num_sms)
+        assert (own > 0) == (skinny < 600)
+
+    def run() -> dict:
+        with poisoned():
+            h, a = ops.up_gate(x=x, **up, plan=plan.tensors, **settings)
+            out = ops.grouped_mm(a=a, b=w2, offsets=offsets)
+            dx = ops.up_dgrad(dh=h, w1=up["w1"], w3=up["w3"], plan=plan.tensors, layout=settings["layout"])
+        return {"h": h, "a": a, "out": out, "dx": dx}
+
+    choose(FUSED_MOE_SCHEDULE=None)
+    found, num_rows = run(), sum(counts)
+    exact.check(found["out"], exact.grouped_mm(found["a"], w2, offsets))
+    rows = x[plan.row_token[:num_rows].long()]
+    exact.check(found["h"], exact.up_gate(case, rows, up, offsets)[0])
+    choose(FUSED_MOE_SCHEDULE="experts=in-turn")
+    assert_same_bits(run(), found)
 
 
 @pytest.mark.sanitizer

@@ -61,8 +61,8 @@ if [ -n "$suite" ]; then
 fi
 
 # Only our kernels are looked at. Not so in initcheck: it has to see what PyTorch's kernels write, so there
-# the reports are sifted instead, all of them: tests copy rows that nothing wrote. Without PyTorch's cache every tensor is an allocation of its own, so that
-# one element past its end is seen.
+# the reports are sifted instead, all of them: tests copy rows that nothing wrote. Without PyTorch's cache every
+# tensor is an allocation of its own, so that one element past its end is seen.
 for tool in $tools; do
     options=(--tool "$tool" --target-processes all --report-api-errors no --show-backtrace device)
     select=() tier=${FUSED_MOE_TIER:-auto}
