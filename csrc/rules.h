@@ -301,7 +301,7 @@ FUSED_MOE_FN bool fused_moe_counts_every_slot(int64_t num_slots, int64_t E) {
 
 /* Spans of slots that route_plan's CTAs count and scatter. Short spans are done sooner, but every CTA adds
  * the spans' counts if a launch made them. A span has a CTA for each range of experts, and the plan has one
- * more: all run at once, unless there are as many ranges as SMs. */
+ * more: all run at once, unless ranges alone outnumber the SMs. */
 FUSED_MOE_FN int32_t fused_moe_num_spans(int64_t num_slots, int64_t E, int32_t num_sms) {
     int64_t span_slots = fused_moe_counts_every_slot(num_slots, E) ? 256 : 512;
     int64_t ranges = (E + FUSED_MOE_RANGE_EXPERTS - 1) / FUSED_MOE_RANGE_EXPERTS;

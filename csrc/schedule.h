@@ -15,9 +15,9 @@
  * integers that its launch computes: FusedMoeTileOrder, and FusedMoeWgradOrder for a weight gradient.
  *
  * Full and skinny experts. An expert of at most FUSED_MOE_SKINNY_ROWS rows is bound by reading its weight,
- * the others by arithmetic. So some CTAs should read memory at any moment while most multiply. Where full
- * tiles take most of the time, the last CTAs of the grid have the skinny ones (fused_moe_share_tiles), and the
- * others stay in lockstep. Else skinny tiles are interleaved: spread evenly over the full ones.
+ * the others by arithmetic. So some CTAs should read memory while most multiply. Where full tiles take most
+ * of the time and CTAs keep lockstep, the grid's last CTAs have the skinny ones: fused_moe_share_tiles. Each
+ * kind's CTAs are then the grid of what follows. Else skinny tiles are spread evenly: interleaved.
  *
  * Order within each kind: expert by expert. An expert's row tiles form groups of at most `group`, and a
  * group's tiles go N tile by N tile. Groups of 1 walk along N first, a group of all row tiles reads each
@@ -320,9 +320,9 @@ FUSED_MOE_FN FusedMoeTileShares fused_moe_equal_shares(uint32_t num_tiles) {
     return shares;
 }
 
-/* Gives skinny tiles CTAs of their own, in a number that lets both kinds end together. It does so if the order
- * interleaves them, and full tiles are two waves or more and take four fifths of the time. Then the order has
- * skinny tiles last, and does not split the last wave. */
+/* Gives skinny tiles CTAs of their own, in a number that lets both kinds end together, if the order
+ * interleaves them, and full tiles are two waves or more and take at least four fifths of the time. Then the
+ * order has skinny tiles last and splits no wave. */
 FUSED_MOE_FN FusedMoeTileShares fused_moe_share_tiles(const int32_t *schedule, int32_t E, int32_t R,
                                                       FusedMoeTileOrder *order, uint32_t ctas) {
     uint32_t n_tiles = (uint32_t)order->num_n_tiles;

@@ -18,6 +18,7 @@ def all_operators() -> set[str]:
         "tile_schedule",
         "work_tiles",
         "wgrad_tiles",
+        "share_tiles",
         "next_tile",
         "private_plan",
     }  # planners, for tests and schedule pictures

@@ -2,7 +2,7 @@
  * where there is AMX, else by the kernel below, which takes AVX512_BF16. Without AMX, MKL is as slow as in
  * float; and PyTorch's own matmul would round the sums.
  *
- * The kernel's instruction multiplies pairs of neighbours along k, and takes subnormal numbers for zeros. Each
+ * The kernel's instruction multiplies pairs of neighbours along k, and takes subnormal numbers for zeros. An
  * output is one sum along k, in order, so its bits depend on its own row and column alone. */
 #include "cpu.h"
 
@@ -18,7 +18,7 @@ enum { ROWS = 6, VECTORS = 4, COLS = 16 * VECTORS, PAIRS = 128, BLOCK = 40 * ROW
 
 /* --- pairs ---------------------------------------------------------------------------------------------- */
 
-typedef struct { /* lines along k: rows of a, or columns of b */
+typedef struct { /* lines along k: rows of a, or columns of b; one of the strides is 1 */
     const uint16_t *data;
     int64_t line_stride, k_stride;
 } Lines;
@@ -84,18 +84,7 @@ AVX512_BF16 static void pack_dense_k(uint32_t *pairs, int64_t pitch, Lines x, in
 
 /* pairs[i * pitch + line] = elements 2i and 2i + 1 of a line, the second zero past depth. */
 static void pack(uint32_t *pairs, int64_t pitch, Lines x, int64_t lines, int64_t depth) {
-    if (x.line_stride == 1) {
-        pack_dense_lines(pairs, pitch, x, lines, depth);
-    } else if (x.k_stride == 1) {
-        pack_dense_k(pairs, pitch, x, lines, depth);
-    } else {
-        for (int64_t k = 0; k < depth + depth % 2; k++)
-            for (int64_t line = 0; line < lines; line++) {
-                uint32_t element = k < depth ? x.data[line * x.line_stride + k * x.k_stride] : 0;
-                uint32_t *pair = &pairs[k / 2 * pitch + line];
-                *pair = k % 2 ? *pair | element << 16 : element;
-            }
-    }
+    (x.line_stride == 1 ? pack_dense_lines : pack_dense_k)(pairs, pitch, x, lines, depth);
 }
 
 /* --- the kernel ----------------------------------------------------------------------------------------- */

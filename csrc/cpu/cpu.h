@@ -5,7 +5,7 @@
  * accurate as float sums make them. Operands of a GEMM are of the accumulation type, too, but for bfloat16 on
  * CPUs that multiply it (bf16.c).
  *
- * FmRows is the table of row functions of one dtype (rows.c): with bf16.c the only code that knows an element.
+ * FmRows is the table of row functions of one dtype (rows.c); with bf16.c the only code that knows elements.
  * torch.c is the only file that knows PyTorch: its thread pool and its matmul. */
 #ifndef FUSED_MOE_CPU_H
 #define FUSED_MOE_CPU_H
@@ -93,10 +93,11 @@ FmMatrix fm_expert(const FusedMoeWeight *w, size_t elem_bytes, int32_t e, int64_
 FmMatrix fm_dense_as(FmMatrix m, void *buffer);
 /* m itself where is_accum, else a copy in the accumulation type in buffer, dense in m's orientation. */
 FmMatrix fm_to_accum(const FmRows *v, FmMatrix m, void *buffer);
-/* m as an operand of fm_matmul: m itself where that multiplies elements, else as fm_to_accum. */
+/* m as an operand of fm_matmul: as fm_to_accum where that multiplies no elements; else m itself, or a dense
+ * copy in buffer if neither its rows nor its columns are dense. */
 FmMatrix fm_operand(const FmRows *v, FmMatrix m, void *buffer);
-/* A matrix of the accumulation type to compute m in: m itself where is_accum and one of its strides is 1, else
- * buffer. */
+/* A matrix of the accumulation type to compute m in: m itself where is_accum and one of its strides is 1,
+ * else buffer. */
 FmMatrix fm_accum_for(const FmRows *v, FmMatrix m, void *buffer);
 /* Rounds what fm_accum_for gave into m; nothing to do where that was m itself. */
 void fm_from_accum(const FmRows *v, FmMatrix m, FmMatrix accum);
@@ -104,8 +105,8 @@ void fm_from_accum(const FmRows *v, FmMatrix m, FmMatrix accum);
 void fm_add(const FmRows *v, FmMatrix m, FmMatrix accum);
 void fm_zero(const FmRows *v, FmMatrix m);
 
-/* Rows that are read through row_token; with scores each is multiplied by its own and rounded to the dtype, as
- * the host library does before it calls an expert. */
+/* Rows that are read through row_token; with scores each is multiplied by its own and rounded to the dtype,
+ * as the host library does before it calls an expert. */
 typedef struct {
     const void *x;
     int64_t width;

@@ -43,7 +43,7 @@ static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     int64_t rows = fm_min(p->row_map.R, FM_TILE_ROWS), cols = fm_min(p->F, FM_TILE_COLS);
     Buffers s;
     s.dout = fm_take(&scratch, bytes, rows * p->D * operand);
-    s.w = fm_take(&scratch, bytes, fm_multiplies_elements(t->v) ? 0 : cols * p->D * operand);
+    s.w = fm_take(&scratch, bytes, t->v->is_accum ? 0 : cols * p->D * operand);
     s.g = fm_take(&scratch, bytes, rows * cols * accum);
     s.bias = fm_take(&scratch, bytes, p->b2 ? p->D * accum : 0);
     s.dout_row = fm_take(&scratch, bytes, p->b2 ? p->D * accum : 0);

@@ -28,7 +28,7 @@ static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     for (int i = 0; i < 2; i++)
         s.a[i] = fm_take(&scratch, bytes, copies && p->b[i].data ? rows * p->N[i] * operand : 0);
     int64_t depth = p->N[0] > p->N[1] ? p->N[0] : p->N[1];
-    bool makes_b = copies || p->b[0].quantized || p->b[1].quantized;
+    bool makes_b = !t->v->is_accum || p->b[0].quantized || p->b[1].quantized;
     s.b = fm_take(&scratch, bytes, makes_b ? cols * depth * operand : 0);
     s.out = fm_take(&scratch, bytes, t->v->is_accum ? 0 : rows * cols * accum);
     s.bias = fm_take(&scratch, bytes, cols * accum);

@@ -56,8 +56,19 @@ FmMatrix fm_to_accum(const FmRows *v, FmMatrix m, void *buffer) {
     return accum;
 }
 
+static bool has_dense_rows(FmMatrix m) {
+    return m.col_stride == 1 && (m.rows == 1 || m.row_stride >= m.cols);
+}
+
 FmMatrix fm_operand(const FmRows *v, FmMatrix m, void *buffer) {
-    return fm_multiplies_elements(v) ? m : fm_to_accum(v, m, buffer);
+    if (!fm_multiplies_elements(v)) return fm_to_accum(v, m, buffer);
+    /* PyTorch's matmul takes any strides */
+    if (v->is_accum || has_dense_rows(m) || has_dense_rows(fm_transposed(m))) return m;
+    FmMatrix copy = fm_dense(buffer, m.rows, m.cols);
+    for (int64_t i = 0; i < m.rows; i++)
+        for (int64_t j = 0; j < m.cols; j++)
+            memcpy(element(copy, v->elem_bytes, i, j), element(m, v->elem_bytes, i, j), v->elem_bytes);
+    return copy;
 }
 
 void fm_from_accum(const FmRows *v, FmMatrix m, FmMatrix accum) {

@@ -24,7 +24,7 @@ static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     int64_t rows = fm_min(p->row_map.R, FM_TILE_ROWS), cols = fm_min(p->F, FM_TILE_COLS);
     Buffers s;
     s.x = fm_take(&scratch, bytes, rows * p->D * operand);
-    const bool copies = !fm_multiplies_elements(t->v) || p->w1.quantized || p->w3.quantized;
+    const bool copies = !t->v->is_accum || p->w1.quantized || p->w3.quantized;
     s.w = fm_take(&scratch, bytes, copies ? 2 * cols * p->D * operand : 0);
     for (int i = 0; i < 2; i++) s.out[i] = fm_take(&scratch, bytes, (2 - i) * rows * cols * accum);
     s.bias = fm_take(&scratch, bytes, 2 * cols * accum);

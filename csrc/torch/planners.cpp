@@ -134,7 +134,8 @@ Tensor wgrad_tiles(const Tensor &schedule, const Tensor &offs, int64_t weight_ti
         [&](uint32_t index) { return fused_moe_wgrad_tile(words.data(), ends.data(), E, R, &order, index); });
 }
 
-/* The number of full tiles, and of the CTAs that have the others; 0: all CTAs have both. */
+/* The number of full tiles, and of the CTAs that have the skinny ones to themselves; of all tiles, and 0,
+ * where no CTA has. */
 std::tuple<int64_t, int64_t> share_tiles(const Tensor &schedule, const Tensor &offs, int64_t num_n_tiles,
                                          int64_t ctas) {
     const char *op = "share_tiles";
@@ -150,9 +151,9 @@ std::tuple<int64_t, int64_t> share_tiles(const Tensor &schedule, const Tensor &o
 }
 
 /* The tile that a CTA claims next; num_tiles or more: there are none left. `assignment` is a number of
- * FusedMoeAssignment (csrc/schedule.h). The last skinny_ctas CTAs have tiles [num_full, num_tiles), the others
- * those before. The state (3, CTAs) is zeros at first. Its rows are the CTAs' `claimed` counters, then their
- * schedulers' `next`, and a phase: 0 before the first call, 1 with has_assigned, 2 without. */
+ * FusedMoeAssignment (csrc/schedule.h). The last skinny_ctas CTAs have tiles [num_full, num_tiles), the
+ * others those before. The state (3, CTAs) is zeros at first. Its rows are the CTAs' `claimed` counters, then
+ * their schedulers' `next`, and a phase: 0 before the first call, 1 with has_assigned, 2 without. */
 int64_t next_tile(Tensor state, int64_t num_tiles, int64_t cta, int64_t assignment, int64_t num_full,
                   int64_t skinny_ctas) {
     const char *op = "next_tile";

@@ -63,8 +63,8 @@ typedef struct {
  * that wrote, or writes what that may read. Other GPUs run sm_80's code, in which both are empty. Few
  * kernels let the next one start: CTAs that take the SMs one by one, as they become free, are not where the
  * kernel's own order would have them. That costs a full GEMM 3%, and one of many small experts a third.
- * cuBLAS's kernels let the next one start, so down_dgrad, and grouped_mm unless it follows a kernel of its own
- * call, are launched without PDL. */
+ * cuBLAS's kernels let the next one start, so down_dgrad, and grouped_mm unless it follows a kernel of its
+ * own call, are launched without PDL. */
 template <auto kernel, typename Params>
 int launch_dependent(const Params &p, const Launch &how, void *stream) {
     static std::atomic<uint64_t> allowed; /* devices that allow the kernel its most_shared, one bit each */

@@ -24,7 +24,7 @@ namespace {
 constexpr int THREADS = FUSED_MOE_PASS_SLOTS, WARPS = THREADS / 32;
 constexpr int SLOT_BATCH = 4;     /* ids of a thread in flight together */
 constexpr int WARP_BATCH = 8;     /* counts of warps that are read together */
-constexpr int EARLY_SLOTS = 2048; /* up to which up_gate may start early: most SMs are free for it */
+constexpr int EARLY_SLOTS = 2048; /* of skinny experts: up_gate may start early, on most of the SMs */
 
 typedef struct {
     FusedMoeRoutePlan p;
@@ -50,7 +50,7 @@ typedef struct {            /* offsets from counts, or from unchecked cumulative
 } Schedule;
 
 /* Replaces each value by its sum over the threads before this one; total: over all. Threads from num on have
- * zeros, and get no sums. */
+ * zeros, and their sums are not to be used. */
 template <int N>
 __device__ inline void exclusive_sums(int32_t num, int32_t (&value)[N], int32_t (&total)[N]) {
     __shared__ int32_t warp_sums[N][WARPS];
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(THREADS) schedule_kernel(const __grid_constant
         rows = s.offs[e] - fused_moe_expert_start(s.offs, e);
         if (s.counts_out) s.counts_out[e] = rows;
     }
-    if (s.E > 32 && s.E <= THREADS) /* make_schedule's warps are sooner done with 32 */
+    if (s.E > 32 && s.E <= THREADS) /* make_schedule's warps are faster with 32 */
         schedule_experts(s.schedule, rows, s.E, s.slice_rows, FUSED_MOE_TILE_ROWS);
     else
         make_schedule(s.schedule, s.offs, s.E, s.slice_rows);
@@ -233,7 +233,8 @@ __device__ inline int32_t sum_counts(const Sort &s, int32_t span, int32_t first_
     earlier[threadIdx.x] = later[threadIdx.x] = 0;
     __syncthreads();
     griddepcontrol_wait();
-    if (s.num_slots <= EARLY_SLOTS) griddepcontrol_launch_dependents();
+    if (s.num_slots <= EARLY_SLOTS && fused_moe_has_skinny_average(s.num_slots, p.E))
+        griddepcontrol_launch_dependents();
 #pragma unroll 1
     for (int32_t first = 0; first < p.E; first += THREADS) {
         int32_t num = min(THREADS, p.E - first), e = first + (int32_t)threadIdx.x;

@@ -86,7 +86,7 @@ __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
     const TileSource &source = p.tiles;
     const int32_t E = source.E, R = (int32_t)source.R;
     FusedMoeTileOrder order = source.order;
-    /* few rows and tiles in turn have no lockstep to keep; without swap-AB all tiles take as long */
+    /* few rows and tiles in turn keep no lockstep, all tiles take as long without swap-AB or are quantised */
     bool may_share = !CUT_ROWS && source.swaps_skinny && source.assignment != FUSED_MOE_IN_TURN;
     FusedMoeTileShares shares =
         may_share ? fused_moe_share_tiles(source.schedule, E, R, &order, gridDim.x)
