@@ -49,7 +49,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--what", choices=choices, action="append", metavar="GEMM", help=what)
     orders, expert_orders = ("linear", "grouped", "column"), ("interleaved", "in-turn")
     add("--order", choices=orders, metavar="NAME", help="of an expert's tiles: linear, grouped or column")
-    skinny = "skinny experts: interleaved or on SMs of their own (interleaved, the default), or last (in-turn)"
+    skinny = (
+        "skinny experts: interleaved or on SMs of their own (interleaved, the default), or last (in-turn)"
+    )
     add("--expert-order", choices=expert_orders, metavar="NAME", help=skinny)
     add("--tails", choices=("on", "off"), help="swap-AB and splitting the last wave; default: on")
     return flags.parse_args(argv)

@@ -215,12 +215,14 @@ def static_table(found: list[dict]) -> str:
 def expert_order_table(found: list[dict]) -> str:
     own = [r for r in found if r["system"] == 4 and r["layer"] == "order of experts"]
     made = own[0]["models_us"] if own else {}
-    measured = {
-        "apart": pick(own, schedule="default"),
-        "in turn": pick(own, schedule="experts=in-turn"),
-    }
+    ours = "apart" if "apart" in made else "interleaved"  # in records of earlier kernels
+    measured = {ours: pick(own, schedule="default"), "in turn": pick(own, schedule="experts=in-turn")}
+    apart, spread = (
+        "ours: idle experts have SMs of their own",
+        "ours: idle experts' tiles spread evenly over busy ones'",
+    )
     texts = {
-        "apart": "ours: idle experts have SMs of their own",
+        ours: apart if ours == "apart" else spread,
         "in turn": "busy experts, then idle ones",
         "alternating": "alternating: the busiest, the idlest, the next busiest",
         "half intervals": "at half intervals",
