@@ -274,7 +274,7 @@ OPERATORS = {
         "ops.wgrad_tiles(tiles, ends, 2, 0)  # (6, 6)",
     ),
     "share_tiles": Operator(
-        TESTS + "the number of full tiles, and of the CTAs that have the skinny ones to themselves; or of all, and 0.",
+        TESTS + "the number of full tiles, and of CTAs with skinny tiles alone; or of all tiles, and 0.",
         "ops.share_tiles(tiles, ends, 2, 8)  # int, int",
     ),
     "next_tile": Operator(

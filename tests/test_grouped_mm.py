@@ -82,6 +82,16 @@ def test_more_than_a_block_of_all_sizes(device, dtype, form):
     check_against_reference("grouped_mm", inputs, FORMS[form](dout), STRICT, offsets=ends)
 
 
+@ALL_DTYPES
+@pytest.mark.parametrize("form", ("contiguous", "swapped", "strided"))
+def test_infinity_at_an_odd_depth(device, dtype, form):
+    """What pads an odd depth is zero on both sides: infinity times it would be NaN."""
+    inputs, _, ends = setup(device, dtype, (5, 31), 0, 37, 29)
+    inputs["a"].abs_().add_(1)
+    inputs["b"][..., -1] = float("inf")
+    assert grouped_mm(inputs["a"], FORMS[form](inputs["b"]), offsets=ends).isposinf().all()
+
+
 def test_many_experts(device):
     """1024 experts, most of them empty."""
     counts = [3 if e % 100 == 7 else 0 for e in range(1024)]

@@ -12,8 +12,8 @@
 
 #define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 
-/* A tile of the output is ROWS x COLS, in 24 of 32 registers. Its part of b, PAIRS deep, fits into L1; a's
- * part for BLOCK rows fits into L2. */
+/* A tile of the output is ROWS x COLS, in 24 of 32 registers. Its part of b, PAIRS deep, takes 32 KiB; a's
+ * part for BLOCK rows takes 120 KiB of L2. */
 enum { ROWS = 6, VECTORS = 4, COLS = 16 * VECTORS, PAIRS = 128, BLOCK = 40 * ROWS };
 
 /* --- pairs ---------------------------------------------------------------------------------------------- */
@@ -144,9 +144,9 @@ static Lines rows_from(FmMatrix m, int64_t row, int64_t k) {
 
 /* Rows of out are dense. */
 static void multiply(FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate) {
-    _Alignas(64) uint32_t a_pairs[PAIRS * BLOCK], b_pairs[PAIRS * COLS];
+    static _Thread_local _Alignas(64) uint32_t a_pairs[PAIRS * BLOCK], b_pairs[PAIRS * COLS];
     const FmMatrix b_rows = fm_transposed(b);
-    for (int64_t k = 0; k == 0 || k < a.cols; k += 2 * PAIRS) {
+    for (int64_t k = 0; k < a.cols; k += 2 * PAIRS) {
         int64_t depth = fm_min(2 * PAIRS, a.cols - k);
         for (int64_t block = 0; block < out.rows; block += BLOCK) {
             int64_t rows = fm_min(BLOCK, out.rows - block);

@@ -3,7 +3,7 @@
  * Arithmetic is in the accumulation type: float, for float64 tensors double. A kernel converts what it reads
  * in a thread's scratch, multiplies and sums there, and rounds once when it writes. So 16-bit tensors are as
  * accurate as float sums make them. Operands of a GEMM are of the accumulation type, too, but for bfloat16 on
- * CPUs that multiply it (bf16.c).
+ * CPUs that multiply it (bf16.c), router_logits' excepted.
  *
  * FmRows is the table of row functions of one dtype (rows.c); with bf16.c the only code that knows elements.
  * torch.c is the only file that knows PyTorch: its thread pool and its matmul. */

@@ -79,14 +79,19 @@ int64_t fm_parts(int64_t tiles, int64_t width) {
 #define UNCHECKED __attribute__((no_sanitize("thread", "address", "undefined")))
 
 /* Sanitizers see each element of a, b and out once, not at each product. */
-#define MATMUL(accum)                                                                                        \
-    static void touch_##accum(FmMatrix m, bool writes) {                                                     \
+#define TOUCH(type)                                                                                          \
+    static void touch_##type(FmMatrix m, bool writes) {                                                      \
         for (int64_t i = 0; i < m.rows; i++)                                                                 \
             for (int64_t j = 0; j < m.cols; j++) {                                                           \
-                volatile accum *at = (accum *)m.data + i * m.row_stride + j * m.col_stride, value = *at;     \
+                volatile type *at = (type *)m.data + i * m.row_stride + j * m.col_stride, value = *at;       \
                 if (writes) *at = value;                                                                     \
             }                                                                                                \
-    }                                                                                                        \
+    }
+TOUCH(uint16_t)
+TOUCH(float)
+TOUCH(double)
+
+#define MATMUL(accum)                                                                                        \
     UNCHECKED static void products_##accum(FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate) {          \
         accum *y = out.data;                                                                                 \
         const accum *x = a.data, *w = b.data;                                                                \
@@ -107,6 +112,10 @@ MATMUL(double)
 
 int fm_matmul(const FmRows *v, FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate) {
     CHECK(out.rows == a.rows && a.cols == b.rows && b.cols == out.cols, "matmul of unlike sizes");
+    if (v->operand_bytes < v->accum_bytes) {
+        touch_uint16_t(a, false), touch_uint16_t(b, false), touch_float(out, true);
+        return fm_bf16_matmul(out, a, b, accumulate);
+    }
     (v->accum_bytes == sizeof(float) ? matmul_float : matmul_double)(out, a, b, accumulate);
     return FUSED_MOE_OK;
 }
