@@ -427,11 +427,7 @@ def ratio(seconds: dict[str, float], name: str) -> float | None:
 
 
 def machine(device: str) -> dict[str, str | int]:
-    """What a record says of the machine: of a CPU also how our kernels multiply bfloat16 there."""
-    import fused_moe
-
-    multiplied = {"bfloat16": fused_moe.info()["cpu"]["bfloat16"]} if device == "cpu" else {}
-    return multiplied | {
+    return _bf16_gemms(device) | {
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if device == "cuda" else "none",
@@ -440,6 +436,15 @@ def machine(device: str) -> dict[str, str | int]:
         "commit": os.environ.get("COMMIT") or _commit(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _bf16_gemms(device: str) -> dict[str, str]:
+    """What runs our bfloat16 GEMMs, on a CPU."""
+    if device != "cpu":
+        return {}
+    import fused_moe
+
+    return {"bf16_gemms": fused_moe.info()["cpu"]["bfloat16 GEMMs"]}
 
 
 def _cpu_name() -> str:

@@ -217,25 +217,22 @@ def expert_order_table(found: list[dict]) -> str:
     made = own[0]["models_us"] if own else {}
     ours = "apart" if "apart" in made else "interleaved"  # in records of earlier kernels
     measured = {ours: pick(own, schedule="default"), "in turn": pick(own, schedule="experts=in-turn")}
-    apart, spread = (
-        "ours: idle experts have SMs of their own",
-        "ours: idle experts' tiles spread evenly over busy ones'",
-    )
     texts = {
-        ours: apart if ours == "apart" else spread,
+        "apart": "ours: idle experts have SMs of their own",
+        "interleaved": "ours: idle experts' tiles spread evenly over busy ones'",
         "in turn": "busy experts, then idle ones",
         "alternating": "alternating: the busiest, the idlest, the next busiest",
         "half intervals": "at half intervals",
     }
     rows = []
-    for name, text in texts.items():
+    for name in (ours, "in turn", "alternating", "half intervals"):
         r = measured.get(name)
         cells = (
             ["no such kernel"] * 2
             if r is None
             else [number(r, "time_us", "{:.0f}"), number(r, "dense_ratio")]
         )
-        rows.append([text, *cells, f"{made[name]:.0f}" if name in made else MISSING])
+        rows.append([texts[name], *cells, f"{made[name]:.0f}" if name in made else MISSING])
     return table("order of experts, worst case | µs | of dense | µs by the model", rows)
 
 

@@ -550,8 +550,10 @@ def cpu_table(records: list[dict], name: str) -> str:
         rows.append([f"{shape}, {dtype}", sizes(own[0])])
         rows[-1] += [", ".join(ratio(r, "peer_ratio") for r in own)]
         rows[-1] += [", ".join(f"{r['dense_ratio']:.2f}" for r in own)]
-    how = records[0].get("bfloat16", "multiplied as float32")
-    return plain(records, name, f"layer; bf16 is {how} | T, E, K, D, F | over the loop | of dense", rows)
+    gemms = records[0].get("bf16_gemms", "float32")
+    return plain(
+        records, name, f"layer (bf16 GEMMs: {gemms}) | T, E, K, D, F | over the loop | of dense", rows
+    )
 
 
 PAGE = {

@@ -400,7 +400,7 @@ typedef struct {        /* g = dout[row_token] w2;  dh = dact(s g, h);  a_scaled
     void *a_scaled;     /* [R,F]; may be NULL */
     void *dscores;      /* [T,K] zero in slots without a row; may be NULL */
     FusedMoeWorkspace workspace;
-    FusedMoePdl pdl; /* of the last launch, which writes dscores */
+    FusedMoePdl pdl; /* for the last launch, which writes dscores */
     FusedMoeRowMap row_map;
     int64_t D, F;
     FusedMoeLayout layout;
@@ -518,7 +518,7 @@ typedef struct {       /* dw[e] = sum over the row blocks b of e: scale[b] a[b] 
 
 /* Advises the system that a fresh tensor of this many bytes is about to be written. */
 void fused_moe_cpu_prepare(void *data, int64_t bytes);
-const char *fused_moe_cpu_bf16(void); /* how the CPU multiplies bfloat16, in words */
+const char *fused_moe_cpu_bf16(void); /* what runs bfloat16 GEMMs: AMX, AVX512_BF16 or float32 */
 
 int fused_moe_cpu_router_logits(const FusedMoeRouterLogits *p);
 int fused_moe_cpu_router_dgrad(const FusedMoeRouterDgrad *p);

@@ -238,8 +238,8 @@ FUSED_MOE_FN FusedMoeRouterTile fused_moe_router_tile(int64_t T, int64_t E, int3
 enum {
     FUSED_MOE_FEW_SLOTS = 64,       /* that a GEMM plans; an expert that has them all is skinny */
     FUSED_MOE_PASS_SLOTS = 1024,    /* that a CTA of route_plan sorts at once                   */
-    FUSED_MOE_RANGE_EXPERTS = 512,  /* of a CTA of route_plan, at most                          */
-    FUSED_MOE_COUNTED_SLOTS = 8192, /* in less time than a launch takes                         */
+    FUSED_MOE_RANGE_EXPERTS = 512,  /* experts per CTA of route_plan, at most                   */
+    FUSED_MOE_COUNTED_SLOTS = 8192, /* counting these takes less time than a launch             */
     FUSED_MOE_CLUSTER_CTAS = 8,     /* the largest cluster that every GPU with clusters runs    */
     FUSED_MOE_CLUSTER_SLOTS = 8192,
     FUSED_MOE_CLUSTER_CHOICES = 4096, /* slots, where their experts are chosen, too */

@@ -207,6 +207,15 @@ FUSED_MOE_FN void fused_moe_clear_past(const FusedMoeExpertList *list, int32_t E
         list->expert[i] = list->end[i] = 0;
 }
 
+/* Writes the head, except the words on slices. full, all: row tiles. */
+FUSED_MOE_FN void fused_moe_set_row_tiles(FusedMoeScheduleHead *head, int32_t num_full, int32_t num_active,
+                                          int32_t full, int32_t all, int32_t tile_rows) {
+    head->num_full = num_full, head->num_full_row_tiles = full;
+    head->num_active = num_active, head->num_row_tiles = all;
+    head->skinny_share = full ? (uint32_t)((((uint64_t)(all - full) << 32) + all - 1) / all) : 0;
+    head->tile_rows = tile_rows;
+}
+
 /* Schedules the row tiles of offs[E], which never decrease. Writes the head, except the words on slices. */
 FUSED_MOE_FN void fused_moe_schedule_row_tiles(int32_t *schedule, const int32_t *offs, int32_t E,
                                                int32_t tile_rows) {
@@ -217,11 +226,7 @@ FUSED_MOE_FN void fused_moe_schedule_row_tiles(int32_t *schedule, const int32_t 
     int32_t num_full = list.num;
     int32_t all = fused_moe_append_experts(&list, full, offs, E, 1, FUSED_MOE_SKINNY_ROWS, tile_rows);
     fused_moe_clear_past(&list, E);
-    if (FUSED_MOE_LANE) return;
-    head->num_full = num_full, head->num_full_row_tiles = full;
-    head->num_active = list.num, head->num_row_tiles = all;
-    head->skinny_share = full ? (uint32_t)((((uint64_t)(all - full) << 32) + all - 1) / all) : 0;
-    head->tile_rows = tile_rows;
+    if (FUSED_MOE_LANE == 0) fused_moe_set_row_tiles(head, num_full, list.num, full, all, tile_rows);
 }
 
 /* Schedules the slices of offs[E]. Experts of several slices come first: they take the longest. */

@@ -64,7 +64,7 @@ def info() -> Info:
             "calls": _calls(),
             "cpu": {
                 "capability": torch.backends.cpu.get_cpu_capability(),
-                "bfloat16": f"multiplied {FACTS['cpu_bf16']}",
+                "bfloat16 GEMMs": FACTS["cpu_bf16"],
                 "cores": os.cpu_count(),
                 "threads": torch.get_num_threads(),
             },

@@ -2,8 +2,8 @@
  *
  * Arithmetic is in the accumulation type: float, for float64 tensors double. A kernel converts what it reads
  * in a thread's scratch, multiplies and sums there, and rounds once when it writes. So 16-bit tensors are as
- * accurate as float sums make them. Operands of a GEMM are of the accumulation type, too, but for bfloat16 on
- * CPUs that multiply it (bf16.c), router_logits' excepted.
+ * accurate as float sums make them. A GEMM's operands are of the accumulation type, too, except bfloat16 on
+ * CPUs with instructions for it (bf16.c); router_logits converts even there.
  *
  * FmRows is the table of row functions of one dtype (rows.c); with bf16.c the only code that knows elements.
  * torch.c is the only file that knows PyTorch: its thread pool and its matmul. */
@@ -47,7 +47,7 @@ FM_INLINE float fm_float_from_bits(uint32_t bits) {
 
 typedef struct {
     size_t elem_bytes, accum_bytes;
-    size_t operand_bytes; /* of what fm_matmul multiplies: elements, or the accumulation type */
+    size_t operand_bytes; /* fm_matmul takes elements, or the accumulation type */
     bool is_accum;        /* elements are of the accumulation type: views need no conversion */
     void (*load)(void *accum, const void *elem, int64_t n);
     void (*store)(void *elem, const void *accum, int64_t n);
@@ -71,7 +71,7 @@ typedef struct {
 const FmRows *fm_rows(FusedMoeDtype dtype);   /* NULL: not a floating dtype */
 const FmRows *fm_accum_rows(const FmRows *v); /* those of the accumulation type */
 
-static inline bool fm_multiplies_elements(const FmRows *v) {
+static inline bool fm_operands_are_elements(const FmRows *v) {
     return v->operand_bytes == v->elem_bytes;
 }
 
@@ -84,6 +84,11 @@ typedef struct { /* element (i, j) is data[i row_stride + j col_stride] */
 
 FmMatrix fm_dense(void *data, int64_t rows, int64_t cols);
 FmMatrix fm_transposed(FmMatrix m);
+
+static inline bool fm_is_row_major(FmMatrix m) {
+    return m.col_stride == 1 && (m.rows == 1 || m.row_stride >= m.cols);
+}
+
 /* Rows [row, row+rows) and columns [col, col+cols). */
 FmMatrix fm_part(FmMatrix m, size_t elem_bytes, int64_t row, int64_t rows, int64_t col, int64_t cols);
 /* Expert e of a weight that is not quantised: (out, in). */
@@ -93,8 +98,8 @@ FmMatrix fm_expert(const FusedMoeWeight *w, size_t elem_bytes, int32_t e, int64_
 FmMatrix fm_dense_as(FmMatrix m, void *buffer);
 /* m itself where is_accum, else a copy in the accumulation type in buffer, dense in m's orientation. */
 FmMatrix fm_to_accum(const FmRows *v, FmMatrix m, void *buffer);
-/* m as an operand of fm_matmul: as fm_to_accum where that multiplies no elements; else m itself, or a dense
- * copy in buffer if neither its rows nor its columns are dense. */
+/* m as an operand of fm_matmul: as fm_to_accum where operands are not elements; else m itself, or a copy in
+ * buffer if m is neither row-major nor column-major. */
 FmMatrix fm_operand(const FmRows *v, FmMatrix m, void *buffer);
 /* A matrix of the accumulation type to compute m in: m itself where is_accum and one of its strides is 1,
  * else buffer. */
@@ -228,7 +233,7 @@ int fm_matmul(const FmRows *v, FmMatrix out, FmMatrix a, FmMatrix b, bool accumu
 
 /* --- bf16.c: bfloat16 operands -------------------------------------------------------------------------- */
 
-bool fm_multiplies_bf16(void);
+bool fm_has_bf16_gemm(void);
 int fm_bf16_matmul(FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate); /* as fm_matmul */
 
 /* --- scratch -------------------------------------------------------------------------------------------- */

@@ -23,7 +23,7 @@ static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     const FusedMoeGroupedMM *p = t->p;
     size_t accum = t->v->accum_bytes, operand = t->v->operand_bytes;
     int64_t rows = fm_min(p->R, FM_TILE_ROWS), cols = fm_min(p->M, FM_TILE_COLS);
-    bool copies = !fm_multiplies_elements(t->v);
+    bool copies = !fm_operands_are_elements(t->v);
     Buffers s;
     for (int i = 0; i < 2; i++)
         s.a[i] = fm_take(&scratch, bytes, copies && p->b[i].data ? rows * p->N[i] * operand : 0);

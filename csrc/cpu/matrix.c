@@ -56,14 +56,10 @@ FmMatrix fm_to_accum(const FmRows *v, FmMatrix m, void *buffer) {
     return accum;
 }
 
-static bool has_dense_rows(FmMatrix m) {
-    return m.col_stride == 1 && (m.rows == 1 || m.row_stride >= m.cols);
-}
-
 FmMatrix fm_operand(const FmRows *v, FmMatrix m, void *buffer) {
-    if (!fm_multiplies_elements(v)) return fm_to_accum(v, m, buffer);
+    if (!fm_operands_are_elements(v)) return fm_to_accum(v, m, buffer);
     /* PyTorch's matmul takes any strides */
-    if (v->is_accum || has_dense_rows(m) || has_dense_rows(fm_transposed(m))) return m;
+    if (v->is_accum || fm_is_row_major(m) || fm_is_row_major(fm_transposed(m))) return m;
     FmMatrix copy = fm_dense(buffer, m.rows, m.cols);
     for (int64_t i = 0; i < m.rows; i++)
         for (int64_t j = 0; j < m.cols; j++)
@@ -122,7 +118,7 @@ FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t ro
     for (int64_t i = 0; i < rows; i++) {
         int64_t r = first + i;
         void *row = fm_at(buffer, v->operand_bytes, i * cols);
-        if (fm_multiplies_elements(v) && !g->scores)
+        if (fm_operands_are_elements(v) && !g->scores)
             fm_copy(row, gathered(v, g, r, col), cols * (int64_t)v->elem_bytes);
         else if (v->operand_bytes == v->accum_bytes)
             fm_gather_row(v, g, r, col, cols, row);

@@ -16,7 +16,7 @@ typedef struct {
 static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     const FusedMoeRouterDgrad *p = t->p;
     size_t accum = t->v->accum_bytes, operand = t->v->operand_bytes;
-    int64_t experts = fm_multiplies_elements(t->v) ? 0 : p->E, tokens = fm_min(p->T, BLOCK);
+    int64_t experts = fm_operands_are_elements(t->v) ? 0 : p->E, tokens = fm_min(p->T, BLOCK);
     int64_t columns = fm_min(p->D, FM_TILE_COLS);
     Buffers s;
     s.dlogits = fm_take(&scratch, bytes, tokens * experts * operand);

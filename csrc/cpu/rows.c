@@ -160,8 +160,8 @@ const FmRows *fm_rows(FusedMoeDtype dtype) {
         [FUSED_MOE_F16] = ROWS(float, 2, 4, false, load_f16, store_f16, round_f16),
         [FUSED_MOE_BF16] = ROWS(float, 2, 4, false, load_bf16, store_bf16, round_bf16),
     };
-    static const FmRows multiplied = ROWS(float, 2, 2, false, load_bf16, store_bf16, round_bf16);
-    if (dtype == FUSED_MOE_BF16 && fm_multiplies_bf16()) return &multiplied;
+    static const FmRows bf16_operands = ROWS(float, 2, 2, false, load_bf16, store_bf16, round_bf16);
+    if (dtype == FUSED_MOE_BF16 && fm_has_bf16_gemm()) return &bf16_operands;
     return dtype <= FUSED_MOE_BF16 ? &table[dtype] : NULL;
 }
 

@@ -29,7 +29,7 @@ static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     const FusedMoeWgrad *p = t->p;
     size_t accum = t->v->accum_bytes, operand = t->v->operand_bytes;
     int64_t rows = fm_min(p->R, FM_TILE_DEPTH), cols = fm_min(p->N, FM_TILE_COLS);
-    bool copies = !fm_multiplies_elements(t->v);
+    bool copies = !fm_operands_are_elements(t->v);
     Buffers s;
     s.a = fm_take(&scratch, bytes, copies ? rows * (p->M[0] + p->M[1]) * operand : 0);
     s.b = fm_take(&scratch, bytes, copies || p->b_row_token ? rows * cols * operand : 0);

@@ -57,7 +57,7 @@ static const char *operator_name(int op) {
 
 /* Facts as JSON, so that Python and the tests read no C source: how the library was built, its tiers, best
  * first, with the compute capabilities that they run on, the reasons and operators that cuda_calls numbers,
- * how the CPU multiplies bfloat16, and constants. */
+ * what runs bfloat16 GEMMs on the CPU, and constants. */
 std::string facts() {
     static const Fact build[] = {BUILD_INFO};
     static const Constant constants[] = {

@@ -24,7 +24,7 @@ namespace {
 constexpr int THREADS = FUSED_MOE_PASS_SLOTS, WARPS = THREADS / 32;
 constexpr int SLOT_BATCH = 4;     /* ids of a thread in flight together */
 constexpr int WARP_BATCH = 8;     /* counts of warps that are read together */
-constexpr int EARLY_SLOTS = 2048; /* of skinny experts: up_gate may start early, on most of the SMs */
+constexpr int EARLY_SLOTS = 2048; /* up to these up_gate may start early: most SMs are free for it */
 
 typedef struct {
     FusedMoeRoutePlan p;
@@ -96,11 +96,7 @@ __device__ inline void schedule_experts(int32_t *schedule, int32_t rows, int32_t
     }
     if (e) return;
     FusedMoeScheduleHead *head = fused_moe_schedule_head(schedule);
-    head->num_full = all[FULL], head->num_full_row_tiles = all[FULL_TILES];
-    head->num_active = num_active, head->num_row_tiles = num_tiles;
-    head->skinny_share =
-        all[FULL] ? (uint32_t)((((uint64_t)all[SKINNY_TILES] << 32) + num_tiles - 1) / num_tiles) : 0;
-    head->tile_rows = tile_rows;
+    fused_moe_set_row_tiles(head, all[FULL], num_active, all[FULL_TILES], num_tiles, tile_rows);
     head->num_slices = all[SPLIT_SLICES] + E - all[SPLIT], head->slice_rows = slice_rows;
 }
 
