@@ -1,8 +1,9 @@
 """Widths that are no multiple of 8, and weights that TMA cannot read, on a GPU.
 
 TMA reads rows whose pitch and address are multiples of 16 bytes, and the tensor-core tiles of older GPUs load
-16 bytes at a time. A call of other 16-bit weights is computed with copies of them, with zeros in up to seven
-columns more of D and F. An activation of 0 is 0, so what is added adds zeros to every sum, of finite x.
+16 bytes at a time. A call of other 16-bit weights is computed with copies of them, with zeros behind D and F
+up to a multiple of 64: rows then begin where a line of L2 does, without which a GEMM takes up to twice the
+time. An activation of 0 is 0, so what is added adds zeros to every sum, of finite x.
 An infinite x times the zeros in w1 is NaN, so the token's row is NaN, even where it would be finite or
 infinite without padding. No other value in w1 would help, and clearing the columns before w2 would take
 another kernel.
@@ -27,18 +28,24 @@ if TYPE_CHECKING:
 ON_CPU = False  # set by tests: padded on the CPU, too
 HALF = (torch.bfloat16, torch.float16)
 CHUNK = 8  # elements of 16 bits in 16 bytes
+LINE = 64  # in a line of L2
 CONTIGUOUS = torch.contiguous_format
 
 
 class Rows(NamedTuple):
-    """How a weight's rows are padded: each of `parts` equal parts to a multiple of `unit`."""
+    """What a weight's rows are: `parts` equal parts, each of `times` the width that is padded."""
 
     parts: int = 1
-    unit: int = CHUNK
+    times: int = 1
 
 
 PLAIN = Rows()
-ROWS = (PLAIN, Rows(parts=2), Rows(unit=2 * CHUNK), PLAIN)  # of w1, by the code of a layout in ops.py
+ROWS = (PLAIN, Rows(parts=2), Rows(times=2), PLAIN)  # of w1, by the code of a layout in ops.py
+
+
+def _zeros_of(width: int, times: int = 1) -> int:
+    """The number of zeros behind `times` times a width."""
+    return -width % (LINE * times) if width % (CHUNK * times) else 0
 
 
 def are_padded(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None) -> bool:
@@ -74,7 +81,7 @@ def _are_plain(w1: Tensor, w2: Tensor, w3: Tensor | None) -> bool:
 def _is_readable(w: Tensor, rows: Rows = PLAIN) -> bool:
     E, out, width = w.shape
     of_expert, of_row, of_column = w.stride()
-    fits = out // rows.parts % rows.unit == 0 and width % CHUNK == 0
+    fits = not (_zeros_of(out // rows.parts, rows.times) or _zeros_of(width))
     if not fits or (of_row != 1 and of_column != 1):
         return fits  # no kernel but the portable ones reads such strides
     pitch = of_row if of_column == 1 else of_column
@@ -117,7 +124,7 @@ def _widened(t: Tensor | None, rows: Rows = PLAIN) -> Tensor | None:
     if t is None:
         return None
     *outer, last = t.shape
-    more = -(last // rows.parts) % rows.unit
+    more = _zeros_of(last // rows.parts, rows.times)
     if not more:
         return t
     return _with_zeros(t.reshape(-1, last // rows.parts), more).view(*outer, last + rows.parts * more)
@@ -167,16 +174,51 @@ def copied(w: Tensor, rows: Rows) -> Tensor:
 def _zeros_behind(w: Tensor, rows: Rows) -> Tensor:
     """A copy in the weight's layout, with zeros behind the rows and behind in."""
     E, out, width = w.shape
-    below, right = -(out // rows.parts) % rows.unit, -width % CHUNK
-    wide_out, wide = out + rows.parts * below, width + right
-    is_transposed = w.stride(1) == 1 and w.stride(2) != 1
-    if not below and not right:
-        return w.mT.clone(memory_format=CONTIGUOUS).mT if is_transposed else w.clone(memory_format=CONTIGUOUS)
-    if is_transposed:
-        t = _with_zeros(w.mT.reshape(-1, out // rows.parts), below)
-        return _with_zeros(t.reshape(E, -1), right * wide_out).view(E, wide, wide_out).mT
-    t = _with_zeros(w.reshape(-1, width), right)
-    return _with_zeros(t.reshape(E * rows.parts, -1), below * wide).view(E, wide_out, wide)
+    below, right = _zeros_of(out // rows.parts, rows.times), _zeros_of(width)
+    if w.stride(1) == 1 and w.stride(2) != 1:
+        t, more = w.mT.unflatten(2, (rows.parts, -1)), (right, 0, below)
+        return _with_zeros_around(t, more).flatten(2).mT
+    t, more = w.unflatten(1, (rows.parts, -1)), (0, below, right)
+    return _with_zeros_around(t, more).flatten(1, 2)
+
+
+def _with_zeros_around(t: Tensor, more: tuple[int, int, int]) -> Tensor:
+    """A contiguous copy of t (E, a, b, c) with zeros behind a, b and c. torch.cat copies whole rows at twice
+    the rate, but needs a pass for each dimension."""
+    if not any(more):
+        return t.clone(memory_format=CONTIGUOUS)
+    if more[2]:
+        return _ZerosAround.apply(t, more)
+    dim = 2 if more[1] else 1
+    zeros = t.new_zeros(*t.shape[:dim], more[dim - 1], *t.shape[dim + 1 :])
+    return torch.cat([t, zeros], dim).contiguous()
+
+
+class _ZerosAround(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(t: Tensor, more: tuple[int, int, int]) -> Tensor:
+        wide = t.new_empty(t.size(0), *(n + m for n, m in zip(t.shape[1:], more, strict=True)))
+        for dim, zeros in enumerate(more, 1):
+            if zeros:
+                wide.narrow(dim, t.size(dim), zeros).zero_()
+        _part(wide, t.shape).copy_(t)
+        return wide
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.shape = inputs[0].shape
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        return None if grad is None else _part(grad, ctx.shape).contiguous(), None
+
+
+def _part(wide: Tensor, shape: torch.Size) -> Tensor:
+    _, a, b, c = shape
+    return wide[:, :a, :b, :c]
 
 
 def _with_zeros(t: Tensor, number: int) -> Tensor:

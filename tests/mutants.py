@@ -438,6 +438,7 @@ CPU = listed({
     ("padding casts float64 under autocast", "x.dtype != torch.float64 and torch.is_a", "torch.is_a"),
     ("a main_grad does not get the sums of its copy", "own.copy_(copy[", "own.clone().copy_(copy["),
     ("backward keeps padded copies", "if not any(copies):", "if True:"),
+    ("what is behind a copy is not cleared", "wide.narrow(dim, t.size(dim), zeros).zero_()", "pass"),
     ("halves are padded as one weight", "Rows(parts=2)", "Rows()")],
   ("fused_moe/routed.py", "tests/test_widths.py"): [
     ("joined experts are not padded", "if widths.are_padded(x, w1, w2, w3):", "if False:")],

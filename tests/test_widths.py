@@ -14,7 +14,7 @@ from torch import nn
 
 import fused_moe
 from fused_moe import fused_experts, grouped_mlp, lora, paths, widths
-from fused_moe.ops import WRITES_BESIDE_VIEWS
+from fused_moe.ops import LAYOUTS, WRITES_BESIDE_VIEWS
 
 BF16 = torch.bfloat16
 T, E, K = 24, 3, 2
@@ -225,7 +225,8 @@ def test_layers(D, joined, grad):
         expected = apart(x)
     assert torch.equal(out, expected)
     w1s = [args[1] for args, _ in calls.of("experts_up")] + [args[1][0] for args, _ in calls.of("experts")]
-    assert [w1.shape for w1 in w1s if w1.size(0) == E] == [(E, 16, 16)]  # others are the shared experts'
+    routed = [w1.shape for w1 in w1s if w1.size(0) == E]  # others are the shared experts'
+    assert routed == [(E, 64, D if joined else 64)]
     if not grad:
         assert calls.kinds() == (["routed"] if joined else ["floats"])
         return
@@ -270,21 +271,41 @@ WEIGHTS = ("w1", "w2", "w3")
 
 
 def aligned(t, layout):
-    """The tensors of D = 13 and F = 11 with zeros up to 16, behind gates and ups each."""
+    """The tensors of D = 13 and F = 11 with zeros up to 64, behind gates and ups each."""
 
-    def behind(v, dim, parts):
+    def behind(v, dim, parts, times=1):
         v = v.unflatten(dim, (parts, -1)).movedim(dim, -1)
-        return nn.functional.pad(v, (0, -v.size(-1) % 16)).movedim(-1, dim).flatten(dim - 1, dim)
+        more = -v.size(-1) % (times * widths.LINE)
+        return nn.functional.pad(v, (0, more)).movedim(-1, dim).flatten(dim - 1, dim)
 
     def wide(name, v):
         if name == "scores":
             return v
-        parts = 2 if layout == "halves" and name in ("w1", "b1") else 1
+        rows = (1, 1)
+        if name in ("w1", "b1"):
+            rows = {"halves": (2, 1), "interleaved": (1, 2)}.get(layout, rows)
         if name in WEIGHTS:
-            return behind(behind(v, -1, 1), -2, parts)
-        return behind(v, -1, parts)
+            return behind(behind(v, -1, 1), -2, *rows)
+        return behind(v, -1, *rows)
 
     return {name: wide(name, v.detach()) for name, v in t.items()}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_end_in_zeros(layout, transposed):
+    """Whatever memory held before. Memory layout is the weight's."""
+    t, _ = draw(13, 11, layout, transposed, requires_grad=False)
+    t = {name: t[name].mT if transposed else t[name] for name in WEIGHTS if name in t}
+    rows = {"w1": widths.ROWS[LAYOUTS[layout]]}
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+    try:
+        copies = {name: widths.copied(w, rows.get(name, widths.PLAIN)) for name, w in t.items()}
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, expected in aligned(t, layout).items():
+        assert torch.equal(copies[name], expected), name
+        assert (copies[name].stride(1) == 1) == transposed, name
 
 
 @pytest.mark.parametrize("fn", [fused_experts, grouped_mlp])

@@ -141,6 +141,11 @@ Tensor dense(const Tensor &x);
 /* x, dense, and on a GPU at an address that every tier takes. So the tier, and with it the bits of a result,
  * do not depend on where in its storage a view begins. */
 Tensor aligned(const Tensor &x);
+/* The zeros to put behind a width of x on a GPU, so that TMA reads its 16-bit elements: the rule of
+ * fused_moe/widths.py. */
+int64_t zeros_behind(const Tensor &x, int64_t width);
+/* x (rows, columns), or a copy with zeros below and to the right. */
+Tensor with_zeros(const Tensor &x, int64_t below, int64_t right);
 /* x as a dense, aligned matrix or vector of like's dtype on like's device. */
 Tensor operand(const char *op, const char *name, const Tensor &x, const Tensor &like,
                std::initializer_list<int64_t> shape);

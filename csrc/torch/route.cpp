@@ -26,13 +26,15 @@ PreparedLogits prepare_logits(const Tensor &x_, const Tensor &weight_, const Opt
     Tensor x = operand(op, "x", x_, x_, {T, D});
     Tensor weight = operand(op, "weight", weight_, is_mixed ? weight_ : x, {E, D});
     OptTensor bias = operand(op, "bias", bias_, weight, {E});
+    const int64_t right = zeros_behind(x, D);
+    x = with_zeros(x, 0, right), weight = with_zeros(weight, 0, right);
     Tensor logits = new_tensor(x, {T, E}, score_dtype(x));
     p.x = data(x);
     p.weight = data(weight);
     p.bias = data(bias);
     p.logits = logits.mutable_data_ptr();
     p.T = T;
-    p.D = D;
+    p.D = D + right;
     p.E = (int32_t)E;
     return {p, x, weight, logits, bias};
 }
@@ -49,19 +51,27 @@ Tensor router_logits(const Tensor &x, const Tensor &weight, const OptTensor &bia
     return own.logits;
 }
 
-void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &weight, const Tensor &dx,
+void run_router_dgrad(const Call &call, const Tensor &dlogits_, const Tensor &weight_, const Tensor &dx,
                       bool accumulate) {
+    const int64_t T = dx.size(0), D = dx.size(1);
+    const int64_t below = zeros_behind(dx, weight_.size(0)), right = accumulate ? 0 : zeros_behind(dx, D);
+    Tensor dlogits = with_zeros(dlogits_, 0, below), weight = with_zeros(weight_, below, right);
+    Tensor wide = right ? new_tensor(dx, {T, D + right}) : dx;
     FusedMoeRouterDgrad p = {};
     p.dlogits = data(dlogits);
     p.weight = data(weight);
-    p.dx = dx.mutable_data_ptr();
+    p.dx = wide.mutable_data_ptr();
     p.accumulate = accumulate;
-    p.T = dx.size(0);
-    p.D = dx.size(1);
+    p.T = T;
+    p.D = D + right;
     p.E = (int32_t)weight.size(0);
     p.dtype = float_dtype(call.op, dx);
     run_tiered(call, p, dx, fused_moe_cpu_router_dgrad, CUDA(fused_moe_cuda_select_router_dgrad),
                CUDA(fused_moe_cuda_router_dgrad));
+    if (right) {
+        Tensor narrow = dx; /* copy_ takes no const */
+        torch::stable::copy_(narrow, torch::stable::narrow(wide, 1, 0, D));
+    }
 }
 
 Tensor router_dgrad(const Tensor &dlogits_, const Tensor &weight_) {

@@ -189,6 +189,19 @@ Tensor aligned(const Tensor &x) {
     return allocated(x.sizes().data(), x.dim(), [&] { return torch::stable::clone(x); });
 }
 
+static constexpr int64_t CHUNK = 8, LINE = 64; /* 16-bit elements in 16 bytes, in a line of L2 */
+
+int64_t zeros_behind(const Tensor &x, int64_t width) {
+    const bool is_16_bit = x.scalar_type() == ScalarType::Half || x.scalar_type() == ScalarType::BFloat16;
+    return x.is_cuda() && is_16_bit && width % CHUNK ? LINE - width % LINE : 0;
+}
+
+Tensor with_zeros(const Tensor &x, int64_t below, int64_t right) {
+    if (!below && !right) return x;
+    const int64_t sizes[] = {x.size(0) + below, x.size(1) + right}, behind[] = {0, right, 0, below};
+    return allocated(sizes, 2, [&] { return torch::stable::pad(x, behind); });
+}
+
 Tensor operand(const char *op, const char *name, const Tensor &x, const Tensor &like,
                std::initializer_list<int64_t> shape) {
     check_shape(op, name, x, shape);

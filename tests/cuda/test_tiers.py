@@ -28,7 +28,7 @@ from cases import (
 from gpu_cases import HALF_DTYPES, calls_during, check_gemm, draw_rows, draw_weights, ops
 
 import fused_moe
-from fused_moe import fused_experts, reference, widths
+from fused_moe import fused_experts, reference, router_logits, widths
 
 pytestmark = pytest.mark.gpu
 
@@ -158,6 +158,18 @@ def test_why_sm80_runs_an_up_gate(device, sm90, name, monkeypatch):
         expected = reference.fused_experts(**to_double(inputs), **fixed)
     assert calls == [0, 1] and why in reason
     assert_near(out, expected, 8)
+
+
+@pytest.mark.parametrize("dim, num_experts", ((37, 5), (2047, 64), (2050, 60), (2048, 60)))
+def test_sm90_runs_padded_routers(device, sm90, dim, num_experts):
+    """Operators copy such operands: the portable tier would take ten times as long or more."""
+    x, weight = (torch.randn(n, dim).to(device, BF16).requires_grad_() for n in (300, num_experts))
+
+    def run():
+        router_logits(x, weight).square().sum().backward()
+
+    for op in ("router_logits", "router_dgrad"):
+        assert calls_during(op, run)[:2] == (1, 0), op
 
 
 @pytest.mark.parametrize("name", ("depth", "columns", "weights off 16 bytes"))
