@@ -390,7 +390,7 @@ def read(*paths: Path) -> list[dict]:
     """The records of some files. Committed ones leave out what is None or usual: random routing, the default
     schedule, and the host of a GPU."""
     usual = dict.fromkeys(FIELDS) | {"routing": "random", "schedule": DEFAULT_SCHEDULE, "mode": DEFAULT_MODE}
-    usual |= {"gpu": "none", "cpu": "", "threads": 0, "cuda": "none"}
+    usual |= {"gpu": "none", "cpu": "", "threads": 0}
     return [usual | r for path in paths for r in json.loads(path.read_text())]
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import common
 
 UNREAD = """
-    attention bytes compilation data_seconds errors error_to_float gpu_kernels_us grad_norms kernels losses
-    loss_over_grouped_mm lr mean_seconds new_tokens output_dtype peer_errors peer_host_us peer_launches
-    peer_tflops plugin profile read_gb_per_s samples start_s timed_steps vocabulary
+    attention bytes compilation cuda data_seconds errors error_to_float gpu_kernels_us grad_norms
+    kernels losses loss_over_grouped_mm lr mean_seconds new_tokens output_dtype peer_errors peer_host_us
+    peer_launches peer_tflops plugin profile read_gb_per_s samples start_s timed_steps vocabulary
     """.split()
 USUAL = {"routing": "random", "schedule": common.DEFAULT_SCHEDULE}
 DIGITS = 6  # of a loss or an error

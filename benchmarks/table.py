@@ -59,7 +59,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def machine(r: dict) -> tuple:
     """What the caption says of a machine. The host of a GPU is left out."""
-    names = ("cpu", "threads", "torch") if r["gpu"] == "none" else ("gpu", "torch", "cuda")
+    names = ("cpu", "threads", "torch") if r["gpu"] == "none" else ("gpu", "torch")
     return tuple(r[name] for name in names)
 
 
@@ -78,7 +78,7 @@ def caption(records: list[dict]) -> str:
         cpu = first["cpu"].replace("(R)", "").replace("(TM)", "")
         text = f"{first['threads']} threads on {cpu}, PyTorch {first['torch']}"
     else:
-        text = f"{first['gpu']}, PyTorch {first['torch']}, CUDA {first['cuda']}"
+        text = f"{first['gpu']}, PyTorch {first['torch']}"
     text = ", ".join([text, *(value for value in shared(records).values() if value not in UNSAID)])
     days = sorted({r["date"] for r in records})
     about = dict.fromkeys(r[name] for r in records for name in r if name.startswith("about_"))
