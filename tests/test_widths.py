@@ -5,12 +5,13 @@ On the CPU the copies are made for the tests alone.
 
 import copy
 import weakref
+from functools import partial
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from cases import Calls
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fused_moe
 from fused_moe import fused_experts, grouped_mlp, lora, paths, widths
@@ -193,7 +194,7 @@ def test_backward_keeps_the_weights_and_not_their_copies(how, monkeypatch):
 def test_checkpointing_autocast_and_compile():
     t, ids = draw(13, 11, "separate", False)
     plain = gradients(t, call(t, ids))
-    out = torch.utils.checkpoint.checkpoint(lambda: call(t, ids), use_reentrant=False)
+    out = checkpoint(lambda: call(t, ids), use_reentrant=False)
     for name, grad in gradients(t, out).items():
         torch.testing.assert_close(grad, plain[name], rtol=0, atol=0)
     floats = {name: v.detach().float().requires_grad_() for name, v in t.items()}
@@ -203,6 +204,22 @@ def test_checkpointing_autocast_and_compile():
     torch.testing.assert_close(out, call(t, ids), rtol=0, atol=0)
     compiled = torch.compile(lambda: call(t, ids), backend="aot_eager", fullgraph=True)()
     torch.testing.assert_close(compiled, call(t, ids), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("D, F", [(13, 11), (16, 13), (13, 16)])
+def test_selective_checkpoints_that_keep_all_results(D, F):
+    """A result that was kept must not change afterwards."""
+    t, ids = draw(D, F, "separate", False)
+    keep = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    expected = gradients(t, call(t, ids))
+    found = gradients(t, checkpoint(lambda: call(t, ids), use_reentrant=False, context_fn=keep))
+    assert all(map(torch.equal, found.values(), expected.values()))
+
+
+def test_forward_mode_has_the_operators_message():
+    t, ids = draw(13, 11, "separate", False, requires_grad=False)
+    with pytest.raises(RuntimeError, match="experts_up has no forward-mode derivative"):
+        torch.func.jvp(lambda w: call(t | {"w1": w}, ids), (t["w1"],), (t["w1"],))
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -141,8 +141,8 @@ Tensor dense(const Tensor &x);
 /* x, dense, and on a GPU at an address that every tier takes. So the tier, and with it the bits of a result,
  * do not depend on where in its storage a view begins. */
 Tensor aligned(const Tensor &x);
-/* The zeros to put behind a width of x on a GPU, so that TMA reads its 16-bit elements: the rule of
- * fused_moe/widths.py. */
+/* The zeros to put behind a width in a GPU's GEMM of x's dtype, 16 bits, so that TMA reads its operands: the
+ * rule of fused_moe/widths.py. */
 int64_t zeros_behind(const Tensor &x, int64_t width);
 /* x (rows, columns), or a copy with zeros below and to the right. */
 Tensor with_zeros(const Tensor &x, int64_t below, int64_t right);
