@@ -191,9 +191,7 @@ def _with_zeros_around(t: Tensor, more: tuple[int, int, int]) -> Tensor:
     if more[2] and not _must_write_once():
         return _ZerosAround.apply(t, more)
     for dim, number in enumerate(more, 1):
-        if number:
-            zeros = t.new_zeros(*t.shape[:dim], number, *t.shape[dim + 1 :])
-            t = torch.cat([t, zeros], dim)
+        t = _with_zeros(t, number, dim)
     return t.contiguous()
 
 
@@ -231,10 +229,12 @@ def _part(wide: Tensor, shape: torch.Size) -> Tensor:
     return wide[:, :a, :b, :c]
 
 
-def _with_zeros(t: Tensor, number: int) -> Tensor:
-    """t with zeros behind each row. torch.cat takes half the time of torch.nn.functional.pad, which
-    fills all with zeros first."""
-    return torch.cat([t, t.new_zeros(t.size(0), number)], 1) if number else t
+def _with_zeros(t: Tensor, number: int, dim: int = 1) -> Tensor:
+    """t with zeros behind a dimension. torch.cat takes half the time of torch.nn.functional.pad, which fills
+    all with zeros first."""
+    if not number:
+        return t
+    return torch.cat([t, t.new_zeros(*t.shape[:dim], number, *t.shape[dim + 1 :])], dim)
 
 
 def saved(ctx, *operands: Tensor | None) -> Sequence[Tensor | None]:

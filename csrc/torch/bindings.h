@@ -141,6 +141,7 @@ Tensor dense(const Tensor &x);
 /* x, dense, and on a GPU at an address that every tier takes. So the tier, and with it the bits of a result,
  * do not depend on where in its storage a view begins. */
 Tensor aligned(const Tensor &x);
+bool is_16_bit(const Tensor &x);
 /* The zeros to put behind a width in a GPU's GEMM of x's dtype, 16 bits, so that TMA reads its operands: the
  * rule of fused_moe/widths.py. */
 int64_t zeros_behind(const Tensor &x, int64_t width);

@@ -17,8 +17,7 @@ PreparedLogits prepare_logits(const Tensor &x_, const Tensor &weight_, const Opt
     check_dim(op, "x", x_, 2);
     check_router(op, weight_, x_.size(0));
     int64_t T = x_.size(0), E = weight_.size(0), D = weight_.size(1);
-    const bool is_16_bit = x_.scalar_type() == ScalarType::Half || x_.scalar_type() == ScalarType::BFloat16;
-    const bool is_mixed = is_16_bit && weight_.scalar_type() == ScalarType::Float;
+    const bool is_mixed = is_16_bit(x_) && weight_.scalar_type() == ScalarType::Float;
     check_device(op, "weight", weight_, x_);
     FusedMoeRouterLogits p = {};
     p.dtype = float_dtype(op, x_);

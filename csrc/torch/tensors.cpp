@@ -189,11 +189,14 @@ Tensor aligned(const Tensor &x) {
     return allocated(x.sizes().data(), x.dim(), [&] { return torch::stable::clone(x); });
 }
 
+bool is_16_bit(const Tensor &x) {
+    return x.scalar_type() == ScalarType::Half || x.scalar_type() == ScalarType::BFloat16;
+}
+
 static constexpr int64_t CHUNK = 8, LINE = 64; /* 16-bit elements in 16 bytes, in a line of L2 */
 
 int64_t zeros_behind(const Tensor &x, int64_t width) {
-    const bool is_16_bit = x.scalar_type() == ScalarType::Half || x.scalar_type() == ScalarType::BFloat16;
-    return x.is_cuda() && is_16_bit && width % CHUNK ? LINE - width % LINE : 0;
+    return x.is_cuda() && is_16_bit(x) && width % CHUNK ? LINE - width % LINE : 0;
 }
 
 Tensor with_zeros(const Tensor &x, int64_t below, int64_t right) {
