@@ -241,9 +241,16 @@ def tokens_and_gate(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return x + (logits - x @ gate.T) @ gate, gate
 
 
+def aligned(width: int) -> int:
+    """The next multiple of 64: rows begin where lines of L2 do."""
+    return -(-width // 64) * 64
+
+
 def dense_gemms(sizes: Sizes, *, gated: bool = True, **factory) -> list[list[Tensor]]:
-    """Operands of two dense GEMMs with the FLOPs of a layer's forward: up and gate, down."""
-    T, _, K, D, hidden = sizes
+    """Operands of two dense GEMMs with the FLOPs of a layer's forward: up and gate, down. Widths that slow
+    cuBLAS down are padded."""
+    T, _, K, *widths = sizes
+    D, hidden = (width if width % 8 == 0 else aligned(width) for width in widths)
     rows = T * K
     shapes = ((rows, D), (D, (1 + gated) * hidden)), ((rows, hidden), (hidden, D))
     return [[torch.randn(shape, **factory) for shape in pair] for pair in shapes]

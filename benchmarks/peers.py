@@ -16,6 +16,7 @@ from functools import cache, partial
 from importlib.metadata import version
 from typing import NamedTuple
 
+import common
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -90,8 +91,16 @@ def torch_experts(
 ) -> Tensor:
     """PyTorch's own path, as in torchtitan: sort, gather, torch._grouped_mm, scatter, combine.
 
-    It uses index_select and index_copy, because the backward of plain indexing sorts again.
+    It uses index_select and index_copy, because the backward of plain indexing sorts again. torch._grouped_mm
+    takes no widths that are no multiples of 8, so these are padded, to where it is fast.
     """
+    D, hidden = x.size(1), w1.size(1)
+    if D % 8 or hidden % 8:
+        of_D, of_hidden = (common.aligned(width) - width for width in (D, hidden))
+        x = F.pad(x, (0, of_D))
+        w1, w3 = (w if w is None else F.pad(w, (0, of_D, 0, of_hidden)) for w in (w1, w3))
+        w2 = F.pad(w2, (0, of_hidden, 0, of_D))
+        return torch_experts(x, w1, w2, w3, scores, ids, activation=activation)[:, :D]
     by_expert, order = ids.flatten().sort(stable=True)
     experts = torch.arange(w1.size(0), dtype=ids.dtype, device=x.device)
     offs = torch.searchsorted(by_expert, experts, right=True, out_int32=True)

@@ -230,6 +230,16 @@ typedef struct {           /* the plan of rows that are grouped already */
 
 /* --- moving rows ---------------------------------------------------------------------------------------- */
 
+typedef struct {          /* out[e,i,j,k] = x[e,i,j,k], zero where x has none */
+    const void *x;        /* [E,a,b,c] of x_sizes, stride 1 in c */
+    void *out;            /* [E,A,B,C] of sizes */
+    int64_t x_sizes[3];   /* a, b, c; each may be above or below out's */
+    int64_t x_strides[3]; /* of e, i and j, in elements */
+    int64_t sizes[3];     /* A, B, C */
+    int64_t E;
+    FusedMoeDtype dtype;
+} FusedMoePad;
+
 typedef struct {   /* rows[r] = x[row_token[r]]; zero past the last row */
     const void *x; /* [T,D] */
     void *rows;    /* [R,D] */
@@ -526,6 +536,7 @@ int fused_moe_cpu_route(const FusedMoeRoute *p);
 int fused_moe_cpu_route_backward(const FusedMoeRouteBackward *p);
 int fused_moe_cpu_route_plan(const FusedMoeBoundedPlan *p);
 int fused_moe_cpu_count_plan(const FusedMoeCountPlan *p);
+int fused_moe_cpu_pad(const FusedMoePad *p);
 int fused_moe_cpu_permute(const FusedMoePermute *p);
 int fused_moe_cpu_unpermute(const FusedMoeUnpermute *p);
 int fused_moe_cpu_sum_peers(const FusedMoeSumPeers *p);
@@ -670,6 +681,7 @@ int fused_moe_cuda_route_backward(const FusedMoeRouteBackward *p, void *stream);
 int fused_moe_cuda_route_plan(const FusedMoeBoundedPlan *p, void *stream);
 int fused_moe_cuda_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute *route, void *stream);
 int fused_moe_cuda_count_plan(const FusedMoeCountPlan *p, void *stream);
+int fused_moe_cuda_pad(const FusedMoePad *p, void *stream);
 int fused_moe_cuda_permute(const FusedMoePermute *p, void *stream);
 int fused_moe_cuda_unpermute(const FusedMoeUnpermute *p, void *stream);
 int fused_moe_cuda_sum_peers(const FusedMoeSumPeers *p, void *stream);

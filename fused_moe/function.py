@@ -405,7 +405,13 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *, bias: Tensor | None = N
     check_shape(fn, "offsets", offsets, "E", (b.size(0),))
     check_device(fn, "offsets", offsets, "a", a)
     check_offsets(fn, offsets, a.size(0))
-    return _ops.run(ops.grouped_mm.default, a, b, offsets, bias)
+    return _grouped_mm(a, b, offsets, bias)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    out = b.size(1)
+    a, b, bias = widths.padded_mm(a, b, bias)
+    return widths.narrowed(_ops.run(ops.grouped_mm.default, a, b, offsets, bias), out)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -453,7 +459,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         check_like(fn, "bias", bias, "x", x)
     ends = torch.full((1,), tokens.size(0), dtype=torch.int32, device=x.device)
     of_group = None if bias is None else bias[None]
-    out = _ops.run(ops.grouped_mm.default, tokens, weight[None], ends, of_group)
+    out = _grouped_mm(tokens, weight[None], ends, of_group)
     return out if x.dim() == 2 else _ops.reshaped(out, (*x.shape[:-1], weight.size(0)))
 
 

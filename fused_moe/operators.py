@@ -114,6 +114,10 @@ OPERATORS = {
         "The plan of rows that are grouped by expert already: `fused_moe.plan_from_counts`.",
         "ops.count_plan(made.counts, R)  # (3,), (4,), (20,)",
     ),
+    "pad": Operator(
+        "x (E, a, b, c) in other sizes (E, A, B, C): zeros are behind each dimension, or it is cut.",
+        "ops.pad(w1[:, None], 1, 20, 6)  # (3, 1, 20, 6)",
+    ),
     "permute": Operator(
         "The token of every row: rows[r] = x[row_token[r]], zero past the last row.",
         "ops.permute(x, plan)  # (10, 8)",

@@ -637,7 +637,20 @@ _register_integers("route_plan_dropped", fake=_route_plan_fake)
 _register_integers("count_plan", fake=_count_plan_fake)
 
 
-# --- rows: permute and unpermute are each other's adjoint ---------------------------------------------
+# --- rows: permute and unpermute are each other's adjoint; pad's is pad -------------------------------
+
+
+def _pad_fake(args):
+    return args.x.new_empty(args.x.size(0), args.a, args.b, args.c)
+
+
+def _pad_setup(ctx, args, output):
+    ctx.sizes = args.x.shape[1:]
+    ctx.set_materialize_grads(False)
+
+
+def _pad_backward(ctx, need, dout):
+    return {} if dout is None else {"x": run(ops.pad.default, dout, *ctx.sizes)}
 
 
 def _permute_fake(args):
@@ -710,6 +723,7 @@ def _shared_backward_fake(args):
     )
 
 
+_register("pad", fake=_pad_fake, backward=_pad_backward, setup_context=_pad_setup)
 _register("permute", fake=_permute_fake, backward=_permute_backward, setup_context=_permute_setup)
 _register("unpermute", fake=_unpermute_fake, backward=_unpermute_backward, setup_context=_unpermute_setup)
 _register_refusing(

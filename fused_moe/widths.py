@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from .namespace import NAMESPACE
 
 if TYPE_CHECKING:
     from .lora import LoRA
@@ -30,7 +31,6 @@ ON_CPU = False  # set by tests: padded on the CPU, too
 HALF = (torch.bfloat16, torch.float16)
 CHUNK = 8  # elements of 16 bits in 16 bytes
 LINE = 64  # in a line of L2
-CONTIGUOUS = torch.contiguous_format
 
 
 class Rows(NamedTuple):
@@ -116,6 +116,15 @@ def padded(x: Tensor, weights: tuple, biases: tuple, lora, shared: Tensor | None
     return Operands(_widened(x), (w1, w2, w3), biases, lora, _widened(shared))
 
 
+def padded_mm(a: Tensor, b: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands of a grouped GEMM by b (E, out, in), or padded copies of them. Zeros meet zeros alone, so
+    no column of the result is NaN because of them."""
+    if not are_padded(a, b, b, None):
+        return a, b, bias
+    dtype = _gemm_dtype(a)
+    return _widened(a.to(dtype)), copied(b.to(dtype), PLAIN), _widened(bias)
+
+
 @overload
 def _widened(t: Tensor, rows: Rows = PLAIN) -> Tensor: ...
 @overload
@@ -125,10 +134,12 @@ def _widened(t: Tensor | None, rows: Rows = PLAIN) -> Tensor | None:
     if t is None:
         return None
     *outer, last = t.shape
-    more = _zeros_of(last // rows.parts, rows.times)
+    width = last // rows.parts
+    more = _zeros_of(width, rows.times)
     if not more:
         return t
-    return _with_zeros(t.reshape(-1, last // rows.parts), more).view(*outer, last + rows.parts * more)
+    t = t.reshape(1, -1, rows.parts, width)
+    return _pad(t, t.size(1), rows.parts, width + more).view(*outer, last + rows.parts * more)
 
 
 def _adapters(lora, rows: Rows, dtype: torch.dtype) -> dict[str, Tensor | None]:
@@ -143,8 +154,8 @@ def _adapters(lora, rows: Rows, dtype: torch.dtype) -> dict[str, Tensor | None]:
 
 
 def narrowed(y: Tensor, width: int) -> Tensor:
-    """The first `width` columns of y, contiguous."""
-    return y if y.size(-1) == width else y[..., :width].contiguous()
+    """The first `width` columns of y (T, D), contiguous."""
+    return y if y.size(1) == width else _pad(y[None, None], 1, y.size(0), width)[0, 0]
 
 
 def with_shape(t: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -175,66 +186,16 @@ def copied(w: Tensor, rows: Rows) -> Tensor:
 def _zeros_behind(w: Tensor, rows: Rows) -> Tensor:
     """A copy in the weight's layout, with zeros behind the rows and behind in."""
     E, out, width = w.shape
-    below, right = _zeros_of(out // rows.parts, rows.times), _zeros_of(width)
+    height = out // rows.parts
+    high, wide = height + _zeros_of(height, rows.times), width + _zeros_of(width)
     if w.stride(1) == 1 and w.stride(2) != 1:
-        t, more = w.mT.unflatten(2, (rows.parts, -1)), (right, 0, below)
-        return _with_zeros_around(t, more).flatten(2).mT
-    t, more = w.unflatten(1, (rows.parts, -1)), (0, below, right)
-    return _with_zeros_around(t, more).flatten(1, 2)
+        return _pad(w.mT.unflatten(2, (rows.parts, height)), wide, rows.parts, high).flatten(2).mT
+    return _pad(w.unflatten(1, (rows.parts, height)), rows.parts, high, wide).flatten(1, 2)
 
 
-def _with_zeros_around(t: Tensor, more: tuple[int, int, int]) -> Tensor:
-    """A contiguous copy of t (E, a, b, c) with zeros behind a, b and c. torch.cat copies whole rows at twice
-    the rate, but needs a pass for each dimension."""
-    if not any(more):
-        return t.clone(memory_format=CONTIGUOUS)
-    if more[2] and not _must_write_once():
-        return _ZerosAround.apply(t, more)
-    for dim, number in enumerate(more, 1):
-        t = _with_zeros(t, number, dim)
-    return t.contiguous()
-
-
-def _must_write_once() -> bool:
-    """A mode may keep results, as selective checkpoints do, and forward mode knows cat's derivative."""
-    if torch.compiler.is_compiling():
-        return False
-    return bool(torch._C._len_torch_dispatch_stack()) or forward_ad._current_level >= 0
-
-
-class _ZerosAround(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(t: Tensor, more: tuple[int, int, int]) -> Tensor:
-        wide = t.new_empty(t.size(0), *(n + m for n, m in zip(t.shape[1:], more, strict=True)))
-        for dim, zeros in enumerate(more, 1):
-            if zeros:
-                wide.narrow(dim, t.size(dim), zeros).zero_()
-        _part(wide, t.shape).copy_(t)
-        return wide
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.shape = inputs[0].shape
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        return None if grad is None else _part(grad, ctx.shape).contiguous(), None
-
-
-def _part(wide: Tensor, shape: torch.Size) -> Tensor:
-    _, a, b, c = shape
-    return wide[:, :a, :b, :c]
-
-
-def _with_zeros(t: Tensor, number: int, dim: int = 1) -> Tensor:
-    """t with zeros behind a dimension. torch.cat takes half the time of torch.nn.functional.pad, which fills
-    all with zeros first."""
-    if not number:
-        return t
-    return torch.cat([t, t.new_zeros(*t.shape[:dim], number, *t.shape[dim + 1 :])], dim)
+def _pad(t: Tensor, *sizes: int) -> Tensor:
+    """A copy of t (E, a, b, c) in sizes (E, A, B, C), zero behind t."""
+    return getattr(torch.ops, NAMESPACE).pad(t, *sizes)
 
 
 def saved(ctx, *operands: Tensor | None) -> Sequence[Tensor | None]:
@@ -251,12 +212,10 @@ def restored(ctx, *weights: Tensor | None, first: int = 0) -> Sequence[Tensor | 
     """The operands of `saved`, from the first on."""
     if ctx.copied_rows is None:
         return weights
-    with torch.no_grad():
-        pairs = zip(weights, ctx.copied_rows[first : first + len(weights)], strict=True)
-        return [
-            w if w is None or rows is None else with_shape(_zeros_behind(w.detach(), rows), w.shape)
-            for w, rows in pairs
-        ]
+    pairs = zip(weights, ctx.copied_rows[first : first + len(weights)], strict=True)
+    return [
+        w if w is None or rows is None else with_shape(_zeros_behind(w, rows), w.shape) for w, rows in pairs
+    ]
 
 
 # --- main_grads ---------------------------------------------------------------------------------------

@@ -515,6 +515,7 @@ def operator_calls(case: Case, device) -> OperatorCalls:
             {"counts": plan.counts, "num_rows": R},
             {"counts": plan.counts.to(torch.uint8), "num_rows": 0, "rows": rows},
         ],
+        "pad": [{"x": w[:, None], "a": a, "b": 9, "c": 24} for w, a in ((w1, 1), (w1.mT, 2))],
         "permute": [{"x": x, **moves}],
         "unpermute": [
             {"rows": rows, "scores": s, **moves, **added}

@@ -88,6 +88,9 @@ CPU = listed({
   ("csrc/cpu/peers.c", "tests/test_symmetric.py -k sum_peers"): [
     ("all rows are the first rank's", "p->rows[i / p->C]", "p->rows[0]"),
     ("rows of several ranks without scores", "p->scores ? v->get(p->scores, slot) : 1", "1")],
+  ("csrc/cpu/pad.c", "tests/test_pad.py"): [
+    ("what is behind a row is not cleared", "fm_clear(out + copied, bytes - copied);", ";"),
+    ("the second part's rows are zeros", "row / B % A, j = row % B", "row / B % A, j = row")],
   ("csrc/cpu/permute.c", "tests/test_permute.py"): [
     ("tail rows are not zeroed", "fm_clear(row, row_bytes);", ";"),
     ("permute loses the last element", ".row_token[r]), row_bytes", ".row_token[r]), row_bytes - 1"),
@@ -438,7 +441,6 @@ CPU = listed({
     ("padding casts float64 under autocast", "x.dtype != torch.float64 and torch.is_a", "torch.is_a"),
     ("a main_grad does not get the sums of its copy", "own.copy_(copy[", "own.clone().copy_(copy["),
     ("backward keeps padded copies", "if not any(copies):", "if True:"),
-    ("what is behind a copy is not cleared", "wide.narrow(dim, t.size(dim), zeros).zero_()", "pass"),
     ("halves are padded as one weight", "Rows(parts=2)", "Rows()")],
   ("fused_moe/routed.py", "tests/test_widths.py"): [
     ("joined experts are not padded", "if widths.are_padded(x, w1, w2, w3):", "if False:")],
@@ -500,6 +502,10 @@ CUDA = listed({
     ("cuda: scores of padding are a real token's", "has_expert &= token < num_tokens;", "")],
   ("csrc/kernels/common/route.cu", "tests/test_padding.py"): [
     ("cuda: the gradient of padding is computed", "if (!has_expert) {", "if (false) {")],
+  ("csrc/kernels/common/pad.cu", "tests/test_pad.py"): [
+    ("cuda: a row's last elements are not written", "if (lane < C - tail) copy_half(tail + lane);", ""),
+    ("cuda: copies of odd addresses are shifted", "address & 2 ? 16 : 0", "0"),
+    ("cuda: what is behind a row is the next one's", "k < n ? x[k] : (uint16_t)0", "x[k]")],
   ("csrc/kernels/common/permute.cu", "tests/test_permute.py"): [
     ("cuda: permute leaves tail rows", "((Unit *)p.rows)[r * p.D + j] = Unit{};", ";"),
     ("cuda: unpermute without scores", "has_row && scores ? scores[k0 + k] : Acc(has_row)", "Acc(has_row)"),

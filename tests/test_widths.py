@@ -218,7 +218,7 @@ def test_selective_checkpoints_that_keep_all_results(D, F):
 
 def test_forward_mode_has_the_operators_message():
     t, ids = draw(13, 11, "separate", False, requires_grad=False)
-    with pytest.raises(RuntimeError, match="experts_up has no forward-mode derivative"):
+    with pytest.raises(RuntimeError, match="pad has no forward-mode derivative"):
         torch.func.jvp(lambda w: call(t | {"w1": w}, ids), (t["w1"],), (t["w1"],))
 
 
@@ -258,18 +258,23 @@ def test_layers(D, joined, grad):
 @pytest.mark.parametrize("D, F", WIDTHS)
 @pytest.mark.parametrize("layout", ["separate", "halves", "interleaved"])
 def test_one_operator_without_gradients(layout, D, F):
-    """With shared experts and an expert_map, too, and into memory that is given."""
+    """Beside the copies. With shared experts and an expert_map, too, and into memory that is given."""
     t, ids = draw(D, F, layout, False, requires_grad=False)
     expert_map = torch.tensor([2, -1, 0, 1], dtype=torch.int32)
     settings = {"layout": layout, "expert_map": expert_map, "shared": torch.randn(T, D).to(BF16)}
+
+    def own(calls):
+        names = [name for name, *_ in calls.calls if name.startswith("fused_moe::")]
+        return [name for name in names if name != "fused_moe::pad"]
+
     ids = torch.randint(-1, 4, ids.shape)
     with Calls() as calls:
         expected = call(t, ids, **settings)
-    assert [n for n, *_ in calls.calls if n.startswith("fused_moe::")] == ["fused_moe::experts"]
+    assert own(calls) == ["fused_moe::experts"]
     out = torch.full((T, D), float("nan"), dtype=BF16)
     with Calls() as calls:
         assert call(t, ids, out=out, **settings) is out
-    assert [n for n, *_ in calls.calls if n.startswith("fused_moe::")] == ["fused_moe::experts_out"]
+    assert own(calls) == ["fused_moe::experts_out"]
     assert torch.equal(out, expected)
 
 
@@ -406,3 +411,51 @@ def test_autocast_leaves_float64():
     with torch.autocast("cpu", BF16):
         out = call(t, ids)
     assert out.dtype == torch.float64 and torch.equal(out, call(t, ids))
+
+
+def two_gradients(out, a, b, bias):
+    """The first of all, and the second of what has one."""
+    first = torch.autograd.grad(out.square().sum(), (a, b, bias), create_graph=True)
+    return (*first, *torch.autograd.grad(sum(g.square().sum() for g in first[:2]), (a, b)))
+
+
+@pytest.mark.parametrize("sizes", [(13, 16), (16, 13), (11, 5)])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("fn", ["grouped_mm", "linear"])
+def test_grouped_gemms(fn, transposed, sizes, monkeypatch):
+    """To the second derivative, with what linear gets as one expert."""
+    out, width = sizes
+    torch.manual_seed(out)
+    b = torch.randn(E, width, out).mT if transposed else torch.randn(E, out, width)
+    given = [t.to(BF16) for t in (torch.randn(T, width), b, torch.randn(E, out))]
+    ends = torch.tensor([5, 5, T - 2], dtype=torch.int32)
+
+    def of(dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in given]
+        a, b, bias = leaves
+        if fn == "linear":
+            return fused_moe.linear(a.view(2, -1, width), b[1], bias[1]), leaves
+        return fused_moe.grouped_mm(a, b, ends, bias=bias), leaves
+
+    with Calls() as calls:
+        found, leaves = of(BF16)
+    [(args, _)] = calls.of("grouped_mm")
+    assert args[1].shape[1:] == tuple(n if n == 16 else 64 for n in sizes)
+    assert (args[1].stride(1) == 1) == transposed and found.is_contiguous()
+    monkeypatch.setattr(widths, "ON_CPU", False)
+    expected, exact = of(torch.float64)
+    monkeypatch.setattr(widths, "ON_CPU", True)
+    assert_near(found, expected.to(BF16), "out")
+    pairs = zip(two_gradients(found, *leaves), two_gradients(expected, *exact), strict=True)
+    for i, (grad, exact_grad) in enumerate(pairs):
+        assert_near(grad, exact_grad.to(BF16), i)
+
+
+def test_grouped_gemms_of_infinite_rows():
+    """They are not NaN because of padding."""
+    a, b = torch.ones(4, 13).to(BF16), torch.ones(1, 11, 13).to(BF16)
+    a[1, 2], a[3, 5] = torch.inf, torch.nan
+    ends = torch.tensor([4], dtype=torch.int32)
+    out = fused_moe.grouped_mm(a, b, ends)
+    assert torch.equal(out.isnan().any(1), torch.tensor([False, False, False, True]))
+    assert (out[1] == torch.inf).all() and (out[::2] == 13).all()

@@ -142,11 +142,6 @@ Tensor dense(const Tensor &x);
  * do not depend on where in its storage a view begins. */
 Tensor aligned(const Tensor &x);
 bool is_16_bit(const Tensor &x);
-/* The zeros to put behind a width in a GPU's GEMM of x's dtype, 16 bits, so that TMA reads its operands: the
- * rule of fused_moe/widths.py. */
-int64_t zeros_behind(const Tensor &x, int64_t width);
-/* x (rows, columns), or a copy with zeros below and to the right. */
-Tensor with_zeros(const Tensor &x, int64_t below, int64_t right);
 /* x as a dense, aligned matrix or vector of like's dtype on like's device. */
 Tensor operand(const char *op, const char *name, const Tensor &x, const Tensor &like,
                std::initializer_list<int64_t> shape);
@@ -163,6 +158,14 @@ struct Shared {
 /* The same, checked and dense. `like` has the dtype and device of the rows that are combined. */
 Shared shared_of(const char *op, const Shared &given, const Tensor &like, int64_t T, int64_t D);
 Tensor shared_gate_of(const char *op, const Tensor &gate, const Tensor &like, int64_t T);
+
+/* pad.cpp. The zeros to put behind a width in a GPU's GEMM of x's dtype, 16 bits, so that TMA reads its
+ * operands: the rule of fused_moe/widths.py. */
+int64_t zeros_behind(const Tensor &x, int64_t width);
+/* x (rows, columns), or a copy with zeros below and to the right. */
+Tensor with_zeros(const Tensor &x, int64_t below, int64_t right);
+/* out (rows, columns), contiguous, gets of x what it has room for, and zeros behind. */
+void pad_into(const Tensor &x, const Tensor &out);
 
 /* A weight (E, out, in), in any strides. */
 FusedMoeWeight weight(const Tensor &w);

@@ -91,6 +91,7 @@ STABLE_TORCH_LIBRARY(FUSED_MOE_NAMESPACE, m) {
     m.def("count_plan(Tensor counts, SymInt num_rows, Tensor? rows=None) -> (Tensor counts_out, "
           "Tensor offsets, Tensor schedule)");
 
+    m.def("pad(Tensor x, SymInt a, SymInt b, SymInt c) -> Tensor");
     m.def("permute(Tensor x, Tensor[] plan) -> Tensor");
     m.def("unpermute(Tensor rows, Tensor? scores, Tensor[] plan" SHARED ") -> Tensor");
     m.def("sum_peers(Tensor[] rows, Tensor index, Tensor? scores=None) -> Tensor");
@@ -175,6 +176,7 @@ static void register_functions(Library &m) {
     REGISTER(m, route_plan);
     REGISTER(m, route_plan_dropped);
     REGISTER(m, count_plan);
+    REGISTER(m, pad);
     REGISTER(m, permute);
     REGISTER(m, unpermute);
     REGISTER(m, sum_peers);

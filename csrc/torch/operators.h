@@ -46,6 +46,10 @@ private_plan(const OptTensor &logits, const OptTensor &ids, int64_t num_experts,
              const OptTensor &num_tokens, const OptTensor &expert_scale);
 std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts, int64_t num_rows, const OptTensor &rows);
 
+/* --- pad.cpp -------------------------------------------------------------------------------------------- */
+
+Tensor pad(const Tensor &x, int64_t a, int64_t b, int64_t c);
+
 /* --- rows.cpp ------------------------------------------------------------------------------------------- */
 
 Tensor permute(const Tensor &x, const TensorList &plan);

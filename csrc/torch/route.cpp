@@ -67,10 +67,7 @@ void run_router_dgrad(const Call &call, const Tensor &dlogits_, const Tensor &we
     p.dtype = float_dtype(call.op, dx);
     run_tiered(call, p, dx, fused_moe_cpu_router_dgrad, CUDA(fused_moe_cuda_select_router_dgrad),
                CUDA(fused_moe_cuda_router_dgrad));
-    if (right) {
-        Tensor narrow = dx; /* copy_ takes no const */
-        torch::stable::copy_(narrow, torch::stable::narrow(wide, 1, 0, D));
-    }
+    if (right) pad_into(wide, dx);
 }
 
 Tensor router_dgrad(const Tensor &dlogits_, const Tensor &weight_) {

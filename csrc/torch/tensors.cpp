@@ -53,7 +53,7 @@ static Tensor prepared(Tensor x) {
 
 Tensor new_tensor(const Tensor &like, std::initializer_list<int64_t> shape, std::optional<ScalarType> dtype) {
     /* On the CPU new_strided would ignore torch.use_deterministic_algorithms, which fills memory. */
-    int64_t strides[3], dim = (int64_t)shape.size();
+    int64_t strides[4], dim = (int64_t)shape.size();
     if (!like.is_cuda())
         return prepared(
             allocated(shape.begin(), dim, [&] { return torch::stable::new_empty(like, shape, dtype); }));
@@ -191,18 +191,6 @@ Tensor aligned(const Tensor &x) {
 
 bool is_16_bit(const Tensor &x) {
     return x.scalar_type() == ScalarType::Half || x.scalar_type() == ScalarType::BFloat16;
-}
-
-static constexpr int64_t CHUNK = 8, LINE = 64; /* 16-bit elements in 16 bytes, in a line of L2 */
-
-int64_t zeros_behind(const Tensor &x, int64_t width) {
-    return x.is_cuda() && is_16_bit(x) && width % CHUNK ? LINE - width % LINE : 0;
-}
-
-Tensor with_zeros(const Tensor &x, int64_t below, int64_t right) {
-    if (!below && !right) return x;
-    const int64_t sizes[] = {x.size(0) + below, x.size(1) + right}, behind[] = {0, right, 0, below};
-    return allocated(sizes, 2, [&] { return torch::stable::pad(x, behind); });
 }
 
 Tensor operand(const char *op, const char *name, const Tensor &x, const Tensor &like,

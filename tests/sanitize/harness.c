@@ -410,6 +410,20 @@ static int permute(Case *c) {
     return fused_moe_cpu_permute(&p);
 }
 
+static int pad(Case *c) {
+    FusedMoePad p = {.E = c->map.E, .dtype = c->dtype};
+    int64_t stride = 1, size = p.E;
+    for (int i = 2; i >= 0; i--) {
+        p.x_sizes[i] = width(c->s.D) % 20, p.sizes[i] = width(c->s.D) % 20;
+        p.x_strides[i] = i == 2 ? p.x_sizes[i] + option() : stride * p.x_sizes[i];
+        stride = p.x_strides[i];
+        size *= p.sizes[i];
+    }
+    p.x = values(c->dtype, p.E * p.x_sizes[0] * p.x_sizes[1] * (p.x_strides[2]));
+    p.out = output(size * c->elem);
+    return fused_moe_cpu_pad(&p);
+}
+
 static int unpermute(Case *c) {
     FusedMoeUnpermute p = {.row_map = c->map, .D = width(c->s.D), .dtype = c->dtype};
     p.rows = values(c->dtype, c->map.R * p.D);
@@ -755,6 +769,7 @@ static const struct {
     {"router_logits", router_logits, 0},
     {"route", route, 0},
     {"route_backward", route_backward, 0},
+    {"pad", pad, 0},
     {"permute", permute, ALL_MAPS},
     {"unpermute", unpermute, ALL_MAPS},
     {"sum_peers", sum_peers, 0},
