@@ -195,7 +195,7 @@ def _zeros_behind(w: Tensor, rows: Rows) -> Tensor:
 
 def _pad(t: Tensor, *sizes: int) -> Tensor:
     """A copy of t (E, a, b, c) in sizes (E, A, B, C), zero behind t."""
-    return getattr(torch.ops, NAMESPACE).pad(t, *sizes)
+    return getattr(torch.ops, NAMESPACE).pad.default(t, *sizes)
 
 
 def saved(ctx, *operands: Tensor | None) -> Sequence[Tensor | None]:

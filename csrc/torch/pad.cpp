@@ -23,7 +23,9 @@ static void run_pad(const Call &call, const Tensor &x, int64_t E, const Sizes &x
 Tensor pad(const Tensor &x_, int64_t a, int64_t b, int64_t c) {
     const char *op = "pad";
     check_dim(op, "x", x_, 4);
-    for (int64_t size : {a, b, c}) check_size(op, "a size", size, 0, MAX_WIDTH);
+    for (int64_t size : {x_.size(0), a, b, c}) check_size(op, "a size", size, 0, MAX_ROWS);
+    const int64_t rows = x_.size(0) * a;
+    check_size(op, "rows", rows > MAX_ROWS ? rows : rows * b, 0, MAX_ROWS);
     (void)float_dtype(op, x_);
     const Tensor x = x_.stride(3) == 1 ? x_ : dense(x_);
     Call call = begin_call(op, x);
