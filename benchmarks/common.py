@@ -242,7 +242,7 @@ def tokens_and_gate(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def aligned(width: int) -> int:
-    """The next multiple of 64: rows begin where lines of L2 do."""
+    """The next multiple of 64."""
     return -(-width // 64) * 64
 
 

@@ -92,7 +92,7 @@ def torch_experts(
     """PyTorch's own path, as in torchtitan: sort, gather, torch._grouped_mm, scatter, combine.
 
     It uses index_select and index_copy, because the backward of plain indexing sorts again. torch._grouped_mm
-    takes no widths that are no multiples of 8, so these are padded, to where it is fast.
+    takes multiples of 8 alone; other widths are padded to multiples of 64.
     """
     D, hidden = x.size(1), w1.size(1)
     if D % 8 or hidden % 8:

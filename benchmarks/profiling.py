@@ -27,6 +27,7 @@ KINDS = {
     + ("finish_kernel", "_bitmatrix_metadata", "_col_partial_sum"),
     "unpermute": ("unpermute", "token_gather_sum"),
     "permute": ("permute_kernel", "gather_rows", "copy_rows"),
+    "pad": ("pad_kernel",),
     "dscores": ("dscores",),
     "route_backward": ("route_backward", "softmax_bwd"),
     "route": ("route_kernel", "Over_TopK"),

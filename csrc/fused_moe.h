@@ -236,8 +236,7 @@ typedef struct {          /* out[e,i,j,k] = x[e,i,j,k], zero where x has none */
     int64_t x_sizes[3];   /* a, b, c; each may be above or below out's */
     int64_t x_strides[3]; /* of e, i and j, in elements */
     int64_t sizes[3];     /* A, B, C */
-    int64_t E;
-    FusedMoeDtype dtype;
+    int64_t E, elem_bytes;
 } FusedMoePad;
 
 typedef struct {   /* rows[r] = x[row_token[r]]; zero past the last row */

@@ -3,7 +3,8 @@
 A gated layer takes 6 TKDF forward and 12 TKDF backward; a gradient that is not needed takes none. Every slot
 counts as a row: how many ids are sentinels is known on the device alone. Only GEMMs count, as in PyTorch. A
 GEMM of the router takes 2 TDE; that of its weight's gradient is PyTorch's. A formula gets shapes where the
-operator gets tensors; of what is padded, the shapes without padding (widths.py).
+operator gets tensors; of what is padded, the shapes without padding (widths.py), which second derivatives
+and torch.func do not know.
 """
 
 from __future__ import annotations

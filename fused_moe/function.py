@@ -372,7 +372,8 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *, bias: Tensor | None = N
 
     Args:
         a: (R, in), floating, rows grouped by expert.
-        b: (E, out, in), a's dtype (cast under autocast).
+        b: (E, out, in), a's dtype (cast under autocast). In 16 bits it runs on Hopper's kernels; widths that
+            are no multiple of 8 cost a copy of a and b in each call.
         offsets: (E,) int32 cumulative ends on a's device, as torch._grouped_mm's offs. They rise from 0 to at
             most R; the values are checked on the CPU, and on a GPU the host never reads them.
         bias: (E, out), a's dtype (cast under autocast), added before the sum is rounded.
@@ -411,7 +412,14 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *, bias: Tensor | None = N
 def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
     out = b.size(1)
     a, b, bias = widths.padded_mm(a, b, bias)
-    return widths.narrowed(_ops.run(ops.grouped_mm.default, a, b, offsets, bias), out)
+    return _narrowed(_ops.run(ops.grouped_mm.default, a, b, offsets, bias), out)
+
+
+def _narrowed(y: Tensor, width: int) -> Tensor:
+    """The first columns of y (T, D), contiguous. Tokens are in pad's first dimension, as in widths.py."""
+    if y.size(1) == width:
+        return y
+    return _ops.reshaped(_ops.run(ops.pad.default, y[:, None, None], 1, 1, width), (y.size(0), width))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -423,8 +431,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Args:
         x: (..., in), floating; it may have no tokens.
-        weight: (out, in) of x's dtype and on its device (cast under autocast). 16-bit widths that are
-            multiples of 8 run on Hopper's kernels.
+        weight: (out, in) of x's dtype and on its device (cast under autocast). In 16 bits it runs on Hopper's
+            kernels; widths that are no multiple of 8 cost a copy of x and weight in each call.
         bias: (out,), as weight.
 
     Returns:
@@ -734,7 +742,7 @@ def experts_and_counts(
             alpha, limit = constants
             operands = (x, *weights, *biases, scores)
             y = experts(*operands, plan, code, activation, alpha, limit, score_on, main_grads, shared)
-    y = widths.narrowed(y, D)
+    y = _narrowed(y, D)
     return (y if out is None or y is out else out.copy_(y)), counts
 
 
@@ -967,4 +975,4 @@ def grouped_mlp(
         experts = _experts_with_main_grads if any(main_grads) else _experts
         operands = (x_rows, *weights, *biases, None)
         y = experts(*operands, plan, code, activation, alpha, limit, "output", main_grads)
-    return widths.narrowed(y, D)
+    return _narrowed(y, D)

@@ -115,7 +115,7 @@ OPERATORS = {
         "ops.count_plan(made.counts, R)  # (3,), (4,), (20,)",
     ),
     "pad": Operator(
-        "x (E, a, b, c) in other sizes (E, A, B, C): zeros are behind each dimension, or it is cut.",
+        "A copy of x (E, a, b, c) in sizes (E, A, B, C): each dimension is cut, or gets zeros behind.",
         "ops.pad(w1[:, None], 1, 20, 6)  # (3, 1, 20, 6)",
     ),
     "permute": Operator(

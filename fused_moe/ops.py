@@ -291,7 +291,11 @@ def _autograd_rule(schema: Schema, backward, setup_context, keeps: str = ""):
         *args, keyset = args
         if keeps:
             args[position[keeps]] = True
-        output = _below_autograd(op, keyset, args)
+        if torch._C._are_functorch_transforms_active():
+            with torch.enable_grad():  # for the transforms outside of this one; a node runs without grad mode
+                output = _below_autograd(op, keyset, args)
+        else:
+            output = _below_autograd(op, keyset, args)
         if setup_context is not None:
             setup_context(ctx, named(*args), output)
         return tuple(output) if isinstance(output, list) else output  # autograd does not look into lists
@@ -747,16 +751,14 @@ def _grouped_mm_setup(ctx, args, output):
 
 def _grouped_mm_backward(ctx, need, dout):
     a, b, offsets = ctx.saved_tensors
-    (b,) = widths.restored(ctx, b)
-    b_t = b.mT
-    if ctx.given is not None:
-        E, out, width = ctx.given
-        b_t = widths.with_shape(b_t, (E, width, out))
+    E, out, width = ctx.given or (0, 0, 0)
+    if ctx.given:
         a, dout = widths.with_shape(a, (a.size(0), width)), widths.with_shape(dout, (a.size(0), out))
-    grads = {
-        "a": run(ops.grouped_mm.default, dout, b_t, offsets) if need.a else None,
-        "b": run(ops.wgrad.default, dout, a, offsets) if need.b else None,
-    }
+    grads = {"b": run(ops.wgrad.default, dout, a, offsets) if need.b else None}
+    if need.a:
+        (b,) = widths.restored(ctx, b)
+        b_t = widths.with_shape(b.mT, (E, width, out)) if ctx.given else b.mT
+        grads["a"] = run(ops.grouped_mm.default, dout, b_t, offsets)
     return grads | ({"bias": run(ops.bias_grad.default, dout, offsets)} if need.bias else {})
 
 

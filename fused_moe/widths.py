@@ -3,10 +3,10 @@
 TMA reads rows whose pitch and address are multiples of 16 bytes, and the tensor-core tiles of older GPUs load
 16 bytes at a time. A call of other 16-bit weights is computed with copies of them, with zeros behind D and F
 up to a multiple of 64: rows then begin where a line of L2 does, without which a GEMM takes up to 1.5 times
-as long. An activation of 0 is 0, so what is added adds zeros to every sum, of finite x.
-An infinite x times the zeros in w1 is NaN, so the token's row is NaN, even where it would be finite or
-infinite without padding. No other value in w1 would help, and clearing the columns before w2 would take
-another kernel.
+as long. `grouped_mm` and `linear` do the same. An activation of 0 is 0, so what is added adds zeros to every
+sum, of finite x. In experts an infinite x times the zeros in w1 is NaN, so the token's row is NaN, even where
+it would be finite or infinite without padding. No other value in w1 would help, and clearing the columns
+before w2 would take another kernel.
 Whether a call is such a one depends on dtypes, widths and strides, never on the number of tokens, so a token
 keeps its bits in every batch.
 
@@ -49,13 +49,13 @@ def _zeros_of(size: int, times: int = 1) -> int:
     return -size % (LINE * times) if size % (CHUNK * times) else 0
 
 
-def are_padded(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None) -> bool:
-    """Whether experts of these checked weights (E, out, in) are computed with padded copies."""
-    if not (x.is_cuda or (ON_CPU and x.device.type == "cpu")) or _are_plain(w1, w2, w3):
+def are_padded(x: Tensor, *weights: Tensor | None) -> bool:
+    """Whether GEMMs by these checked weights (E, out, in) are computed with padded copies."""
+    if not (x.is_cuda or (ON_CPU and x.device.type == "cpu")) or all(map(_is_plain, weights)):
         return False
     if _gemm_dtype(x) not in HALF:
         return False
-    return not (_is_readable(w1) and _is_readable(w2) and (w3 is None or _is_readable(w3)))
+    return not all(w is None or _is_readable(w) for w in weights)
 
 
 def _gemm_dtype(x: Tensor) -> torch.dtype:
@@ -65,18 +65,13 @@ def _gemm_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _are_plain(w1: Tensor, w2: Tensor, w3: Tensor | None) -> bool:
-    """Whether all can be read, in what most calls have: this costs the host a microsecond."""
-    _, D, width = w2.shape
-    if D % CHUNK or width % CHUNK or not (w1.is_contiguous() and w2.is_contiguous()):
+def _is_plain(w: Tensor | None) -> bool:
+    """Whether it can be read, in what most calls have: this costs the host a fraction of a microsecond."""
+    if w is None:
+        return True
+    if w.size(1) % CHUNK or w.size(2) % CHUNK or not w.is_contiguous():
         return False
-    if w3 is not None and not w3.is_contiguous():
-        return False
-    return torch.compiler.is_compiling() or not (
-        w1.storage_offset() % CHUNK
-        or w2.storage_offset() % CHUNK
-        or (w3 is not None and w3.storage_offset() % CHUNK)
-    )
+    return torch.compiler.is_compiling() or not w.storage_offset() % CHUNK
 
 
 def _is_readable(w: Tensor, rows: Rows = PLAIN) -> bool:
@@ -117,9 +112,9 @@ def padded(x: Tensor, weights: tuple, biases: tuple, lora, shared: Tensor | None
 
 
 def padded_mm(a: Tensor, b: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands of a grouped GEMM by b (E, out, in), or padded copies of them. Zeros meet zeros alone, so
-    no column of the result is NaN because of them."""
-    if not are_padded(a, b, b, None):
+    """The operands of a grouped GEMM by b (E, out, in), or padded copies of them. Only zeros are multiplied
+    by zeros, so padding adds no NaN to the columns that are kept."""
+    if not are_padded(a, b):
         return a, b, bias
     dtype = _gemm_dtype(a)
     return _widened(a.to(dtype)), copied(b.to(dtype), PLAIN), _widened(bias)
@@ -138,8 +133,8 @@ def _widened(t: Tensor | None, rows: Rows = PLAIN) -> Tensor | None:
     more = _zeros_of(width, rows.times)
     if not more:
         return t
-    t = t.reshape(1, -1, rows.parts, width)
-    return _pad(t, t.size(1), rows.parts, width + more).view(*outer, last + rows.parts * more)
+    t = _pad(t.reshape(-1, 1, rows.parts, width), 1, rows.parts, width + more)
+    return t.view(*outer, last + rows.parts * more)
 
 
 def _adapters(lora, rows: Rows, dtype: torch.dtype) -> dict[str, Tensor | None]:
@@ -151,11 +146,6 @@ def _adapters(lora, rows: Rows, dtype: torch.dtype) -> dict[str, Tensor | None]:
 
     a = {name: width(getattr(lora, name)) for name in ("a1", "a2", "a3")}
     return a | {"b1": out(lora.b1, rows), "b2": out(lora.b2), "b3": out(lora.b3)}
-
-
-def narrowed(y: Tensor, width: int) -> Tensor:
-    """The first `width` columns of y (T, D), contiguous."""
-    return y if y.size(1) == width else _pad(y[None, None], 1, y.size(0), width)[0, 0]
 
 
 def with_shape(t: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -194,7 +184,8 @@ def _zeros_behind(w: Tensor, rows: Rows) -> Tensor:
 
 
 def _pad(t: Tensor, *sizes: int) -> Tensor:
-    """A copy of t (E, a, b, c) in sizes (E, A, B, C), zero behind t."""
+    """A copy of t (E, a, b, c) in sizes (E, A, B, C), zero behind t. Tokens are in the first dimension, since
+    torch.jit.trace takes the sizes for constants."""
     return getattr(torch.ops, NAMESPACE).pad.default(t, *sizes)
 
 

@@ -90,6 +90,9 @@ CPU = listed({
     ("rows of several ranks without scores", "p->scores ? v->get(p->scores, slot) : 1", "1")],
   ("csrc/cpu/pad.c", "tests/test_pad.py"): [
     ("what is behind a row is not cleared", "fm_clear(out + copied, bytes - copied);", ";"),
+    ("rows past the last one are not zeros", "i < p->x_sizes[0] && j < p->x_sizes[1]", "i < p->x_sizes[0]"),
+    ("a row that is cut runs into the next",
+     "fm_min(p->x_sizes[2] * p->elem_bytes, bytes)", "p->x_sizes[2] * p->elem_bytes"),
     ("the second part's rows are zeros", "row / B % A, j = row % B", "row / B % A, j = row")],
   ("csrc/cpu/permute.c", "tests/test_permute.py"): [
     ("tail rows are not zeroed", "fm_clear(row, row_bytes);", ";"),

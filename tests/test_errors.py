@@ -1171,6 +1171,8 @@ def operator_calls(device) -> tuple[dict, dict]:
         "count_plan: negative rows": (ops.count_plan, torch.zeros(3, device=device).int(), -1),
         "pad: a matrix": (ops.pad, x, 1, 8, 8),
         "pad: a negative size": (ops.pad, x[None, None], 1, -1, 8),
+        "pad: too many rows": (ops.pad, x[None, None], 2**20, 2**20, 1),
+        "pad: a size beyond 32 bits": (ops.pad, x[None, None], 1, 2**31, 1),
         "pad: integers": (ops.pad, ids[None, None], 1, 8, 8),
         "permute: short row_token": (ops.permute, x, changed(2, plan.row_token[:5])),
         "permute: int64 row_token": (ops.permute, x, changed(2, plan.row_token.long())),

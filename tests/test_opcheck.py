@@ -32,8 +32,7 @@ def tiny(layout: str, dtype, bias: bool) -> Case:
 
 DIFFERENTIABLE = {
     "router_logits", "router_dgrad", "route", "permute", "unpermute", "grouped_mm", "wgrad", "up_gate",
-    "experts_up", "experts_down", "quantized_mm", "activate", "fp8_up",
-    "fp8_up_weights",
+    "experts_up", "experts_down", "quantized_mm", "activate", "fp8_up", "fp8_up_weights", "pad",
 }  # fmt: skip
 INTEGERS = ("route_plan", "route_plan_dropped", "count_plan")  # no input can require a gradient
 OPERATORS = sorted(operator_calls(tiny("separate", F32, True), torch.device("cpu")))

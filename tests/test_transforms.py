@@ -88,6 +88,38 @@ def test_func_grad_and_vjp(device, layer):
     assert_close_all(vjp(torch.ones((), device=device))[0].values(), expected)
 
 
+def test_nested_func_grad_of_grouped_mm(device):
+    """The gradient's gradient, through the output and through what was saved of the operands."""
+    rows, weight = torch.randn(6, 8, device=device), torch.randn(2, 5, 8, device=device)
+    offsets = torch.tensor([2, 6], dtype=torch.int32, device=device)
+
+    def of(product):
+        loss = torch.func.grad(lambda a, b: product(a, b).pow(3).sum(), argnums=(0, 1))
+        return torch.func.grad(lambda a, b: sum(g.square().sum() for g in loss(a, b)), argnums=(0, 1))
+
+    found = of(lambda a, b: grouped_mm(a, b, offsets))(rows, weight)
+    assert_close_all(found, of(lambda a, b: torch.cat([a[:2] @ b[0].T, a[2:] @ b[1].T]))(rows, weight))
+
+
+DOUBLES = (
+    "(experts|up|down|unpermute|route)_backward cannot be differentiated: double backward is not supported"
+)
+
+
+@pytest.mark.parametrize("of", ["parameters", "x"])
+def test_nested_func_grad_of_layers_is_refused(device, layer, of):
+    """It would be zero where the outer transform did not see the operators of the inner one's backward."""
+    module, parameters, x = layer
+    argnums = 1 if of == "parameters" else 2
+
+    def outer(*args):
+        grads = torch.func.grad(loss_of, argnums)(*args)
+        return sum(g.square().sum() for g in (grads.values() if of == "parameters" else [grads]))
+
+    with pytest.raises(RuntimeError, match=DOUBLES):
+        torch.func.grad(outer, argnums)(module, parameters, x)
+
+
 def test_gradients_of_samples(device, layer):
     module, parameters, x = layer
     found = torch.func.vmap(torch.func.grad(loss_of, argnums=1), in_dims=(None, None, 0))(

@@ -77,7 +77,7 @@ def test_output_and_gradients_are_those_of_the_given_widths(layout, transposed, 
     exact = {name: v.detach().double().requires_grad_() for name, v in t.items()}
     expected = call(exact, ids, layout=layout, transposed=transposed)
     assert_near(out, expected.to(BF16), "out")
-    assert out.is_contiguous()
+    assert out.is_contiguous() and not out._is_view()
     for name, grad in gradients(exact, expected).items():
         assert_near(found[name], grad.to(found[name].dtype), name)
         assert found[name].stride() == t[name].stride(), name
@@ -441,7 +441,7 @@ def test_grouped_gemms(fn, transposed, sizes, monkeypatch):
         found, leaves = of(BF16)
     [(args, _)] = calls.of("grouped_mm")
     assert args[1].shape[1:] == tuple(n if n == 16 else 64 for n in sizes)
-    assert (args[1].stride(1) == 1) == transposed and found.is_contiguous()
+    assert (args[1].stride(1) == 1) == transposed and found.is_contiguous() and not found._is_view()
     monkeypatch.setattr(widths, "ON_CPU", False)
     expected, exact = of(torch.float64)
     monkeypatch.setattr(widths, "ON_CPU", True)
@@ -449,6 +449,29 @@ def test_grouped_gemms(fn, transposed, sizes, monkeypatch):
     pairs = zip(two_gradients(found, *leaves), two_gradients(expected, *exact), strict=True)
     for i, (grad, exact_grad) in enumerate(pairs):
         assert_near(grad, exact_grad.to(BF16), i)
+
+
+def test_a_frozen_input_costs_no_copy_in_backward(monkeypatch):
+    copies, make = [], widths._zeros_behind
+    monkeypatch.setattr(widths, "_zeros_behind", lambda *args: copies.append(1) or make(*args))
+    weight = torch.randn(13, 16).to(BF16).requires_grad_()
+    fused_moe.linear(torch.randn(T, 16).to(BF16), weight).sum().backward()
+    assert len(copies) == 1 and weight.grad.shape == weight.shape
+
+
+@pytest.mark.parametrize("D, F", [(13, 11), (16, 13), (13, 16)])
+def test_traced_with_any_number_of_tokens(D, F):
+    """Sizes that a graph of torch.jit.trace keeps are no tokens'."""
+    t, ids = draw(D, F, "separate", False, requires_grad=False)
+    weight, scores = torch.randn(F, D).to(BF16), t["scores"]
+
+    def both(x, scores, ids):
+        return call(t | {"x": x, "scores": scores}, ids), fused_moe.linear(x, weight)
+
+    traced = torch.jit.trace(both, (t["x"], scores, ids), check_trace=False)
+    for n in (T, 7, T + 6):
+        args = [v.repeat(2, 1)[:n] for v in (t["x"], scores, ids)]
+        assert all(map(torch.equal, traced(*args), both(*args)))
 
 
 def test_grouped_gemms_of_infinite_rows():

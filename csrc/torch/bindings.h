@@ -159,14 +159,6 @@ struct Shared {
 Shared shared_of(const char *op, const Shared &given, const Tensor &like, int64_t T, int64_t D);
 Tensor shared_gate_of(const char *op, const Tensor &gate, const Tensor &like, int64_t T);
 
-/* pad.cpp. The zeros to put behind a width in a GPU's GEMM of x's dtype, 16 bits, so that TMA reads its
- * operands: the rule of fused_moe/widths.py. */
-int64_t zeros_behind(const Tensor &x, int64_t width);
-/* x (rows, columns), or a copy with zeros below and to the right. */
-Tensor with_zeros(const Tensor &x, int64_t below, int64_t right);
-/* out (rows, columns), contiguous, gets of x what it has room for, and zeros behind. */
-void pad_into(const Tensor &x, const Tensor &out);
-
 /* A weight (E, out, in), in any strides. */
 FusedMoeWeight weight(const Tensor &w);
 FusedMoeWeight weight(const char *op, const char *name, const Tensor &w, const Tensor &like,
@@ -217,6 +209,16 @@ enum class RowsOf { TOKENS, ROWS };
 RowMap row_map_of(const char *op, const Tensor &x, RowsOf rows_of, int64_t E, const TensorList &plan);
 /* The same for a plan that must have all five tensors. */
 RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const TensorList &plan);
+
+/* --- padded copies: pad.cpp ----------------------------------------------------------------------------- */
+
+/* The zeros to put behind a width in a GPU's GEMM of x's dtype, 16 bits, so that TMA reads its operands: the
+ * rule of fused_moe/widths.py. */
+int64_t zeros_behind(const Tensor &x, int64_t width);
+/* x (rows, columns), dense, or a copy with zeros below and to the right. */
+Tensor with_zeros(const Call &call, const Tensor &x, int64_t below, int64_t right);
+/* Copies x (rows, columns) into out. Both are dense; x is cut to out's sizes, or zeros are put behind it. */
+void pad_into(const Call &call, const Tensor &x, const Tensor &out);
 
 /* --- parts of operators --------------------------------------------------------------------------------- */
 

@@ -1,4 +1,4 @@
-/* Copies in other sizes: of what no tier of a GPU reads as it is. */
+/* The operator pad, and padded copies of the router's operands. */
 #include "operators.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ static void run_pad(const Call &call, const Tensor &x, int64_t E, const Sizes &x
     std::copy(x_sizes.begin(), x_sizes.end(), p.x_sizes);
     std::copy(x_strides.begin(), x_strides.end(), p.x_strides);
     std::copy(sizes.begin(), sizes.end(), p.sizes);
-    p.dtype = float_dtype(call.op, x);
+    p.elem_bytes = (int64_t)x.element_size();
     run(call, p, fused_moe_cpu_pad, CUDA(fused_moe_cuda_pad));
 }
 
@@ -43,14 +43,13 @@ int64_t zeros_behind(const Tensor &x, int64_t width) {
     return x.is_cuda() && is_16_bit(x) && width % CHUNK ? LINE - width % LINE : 0;
 }
 
-void pad_into(const Tensor &x, const Tensor &out) {
-    run_pad(begin_call("pad", x), x, 1, {1, x.size(0), x.size(1)}, {0, 0, x.stride(0)}, out,
-            {1, out.size(0), out.size(1)});
+void pad_into(const Call &call, const Tensor &x, const Tensor &out) {
+    run_pad(call, x, 1, {1, x.size(0), x.size(1)}, {0, 0, x.stride(0)}, out, {1, out.size(0), out.size(1)});
 }
 
-Tensor with_zeros(const Tensor &x, int64_t below, int64_t right) {
+Tensor with_zeros(const Call &call, const Tensor &x, int64_t below, int64_t right) {
     if (!below && !right) return x;
     const Tensor wide = new_tensor(x, {x.size(0) + below, x.size(1) + right});
-    pad_into(x, wide);
+    pad_into(call, x, wide);
     return wide;
 }

@@ -25,22 +25,23 @@ PreparedLogits prepare_logits(const Tensor &x_, const Tensor &weight_, const Opt
     Tensor x = operand(op, "x", x_, x_, {T, D});
     Tensor weight = operand(op, "weight", weight_, is_mixed ? weight_ : x, {E, D});
     OptTensor bias = operand(op, "bias", bias_, weight, {E});
-    const int64_t right = zeros_behind(x, D);
-    x = with_zeros(x, 0, right), weight = with_zeros(weight, 0, right);
     Tensor logits = new_tensor(x, {T, E}, score_dtype(x));
-    p.x = data(x);
-    p.weight = data(weight);
     p.bias = data(bias);
     p.logits = logits.mutable_data_ptr();
     p.T = T;
-    p.D = D + right;
+    p.D = D;
     p.E = (int32_t)E;
     return {p, x, weight, logits, bias};
 }
 
 void run_logits(const Call &call, const PreparedLogits &logits) {
     FusedMoeRouterLogits p = logits.p;
-    run_tiered(call, p, logits.x, fused_moe_cpu_router_logits, CUDA(fused_moe_cuda_select_router_logits),
+    const int64_t right = zeros_behind(logits.x, p.D);
+    const Tensor x = with_zeros(call, logits.x, 0, right), weight = with_zeros(call, logits.weight, 0, right);
+    p.x = data(x);
+    p.weight = data(weight);
+    p.D += right;
+    run_tiered(call, p, x, fused_moe_cpu_router_logits, CUDA(fused_moe_cuda_select_router_logits),
                CUDA(fused_moe_cuda_router_logits));
 }
 
@@ -54,7 +55,7 @@ void run_router_dgrad(const Call &call, const Tensor &dlogits_, const Tensor &we
                       bool accumulate) {
     const int64_t T = dx.size(0), D = dx.size(1);
     const int64_t below = zeros_behind(dx, weight_.size(0)), right = accumulate ? 0 : zeros_behind(dx, D);
-    Tensor dlogits = with_zeros(dlogits_, 0, below), weight = with_zeros(weight_, below, right);
+    Tensor dlogits = with_zeros(call, dlogits_, 0, below), weight = with_zeros(call, weight_, below, right);
     Tensor wide = right ? new_tensor(dx, {T, D + right}) : dx;
     FusedMoeRouterDgrad p = {};
     p.dlogits = data(dlogits);
@@ -67,7 +68,7 @@ void run_router_dgrad(const Call &call, const Tensor &dlogits_, const Tensor &we
     p.dtype = float_dtype(call.op, dx);
     run_tiered(call, p, dx, fused_moe_cpu_router_dgrad, CUDA(fused_moe_cuda_select_router_dgrad),
                CUDA(fused_moe_cuda_router_dgrad));
-    if (right) pad_into(wide, dx);
+    if (right) pad_into(call, wide, dx);
 }
 
 Tensor router_dgrad(const Tensor &dlogits_, const Tensor &weight_) {

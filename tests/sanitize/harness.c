@@ -411,16 +411,14 @@ static int permute(Case *c) {
 }
 
 static int pad(Case *c) {
-    FusedMoePad p = {.E = c->map.E, .dtype = c->dtype};
-    int64_t stride = 1, size = p.E;
-    for (int i = 2; i >= 0; i--) {
-        p.x_sizes[i] = width(c->s.D) % 20, p.sizes[i] = width(c->s.D) % 20;
-        p.x_strides[i] = i == 2 ? p.x_sizes[i] + option() : stride * p.x_sizes[i];
-        stride = p.x_strides[i];
-        size *= p.sizes[i];
-    }
-    p.x = values(c->dtype, p.E * p.x_sizes[0] * p.x_sizes[1] * (p.x_strides[2]));
-    p.out = output(size * c->elem);
+    FusedMoePad p = {.E = c->map.E, .elem_bytes = (int64_t)c->elem};
+    for (int i = 0; i < 3; i++) p.x_sizes[i] = draw(9), p.sizes[i] = draw(9);
+    if (option()) p.sizes[1] = c->s.T; /* several tasks */
+    const int64_t *n = p.x_sizes, *s = p.x_strides;
+    p.x_strides[2] = n[2] + draw(3), p.x_strides[1] = n[1] * s[2], p.x_strides[0] = n[0] * s[1];
+    const int64_t last = (p.E - 1) * s[0] + (n[0] - 1) * s[1] + (n[1] - 1) * s[2] + n[2];
+    p.x = values(c->dtype, n[0] && n[1] && n[2] ? last : 0);
+    p.out = output(p.E * p.sizes[0] * p.sizes[1] * p.sizes[2] * c->elem);
     return fused_moe_cpu_pad(&p);
 }
 

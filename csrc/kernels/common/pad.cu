@@ -1,26 +1,42 @@
-/* pad: a copy in other sizes, with zeros behind a dimension or cut there.
+/* pad: copies a tensor into other sizes. A dimension that grows ends in zeros, one that shrinks is cut.
  *
  * Memory-bound. Rows of odd widths begin at any even address, where a copy of elements would move two bytes
  * per lane. A warp writes a row, in aligned chunks of 16 bytes. A lane reads the two aligned blocks of 16 bytes
  * that hold a chunk; the second is the next lane's first, so it comes from L1. */
 #include "launch.cuh"
-#include "numeric.cuh"
 
 namespace fused_moe {
 namespace {
 
-constexpr int WARPS = 4, DEPTH = 3; /* chunks of a lane in flight */
-constexpr int HALVES = 8;           /* of 2 bytes, in a chunk: rows of every dtype are copied as such */
+constexpr int WARPS = 4;  /* a row each */
+constexpr int DEPTH = 3;  /* chunks of a lane in flight */
+constexpr int HALVES = 8; /* of 2 bytes, in a chunk: every dtype is copied as halves */
 
-struct Blocks {
+typedef struct {
+    FusedMoePad pad;       /* its last sizes and its strides count halves */
+    const uint16_t *x_end; /* behind x's last half */
+} PadParams;
+
+typedef struct {
     uint4 first, last;
-};
+} Blocks;
 
-/* The aligned blocks that hold n halves at an even address: no other memory is read. */
-__device__ inline Blocks load_blocks(const uint16_t *src, int n) {
+/* The aligned block with this half. Its halves before and behind x are zeros: memory may begin or end there. */
+__device__ inline uint4 load_block(const PadParams &p, const uint16_t *half) {
+    const uint16_t *block = (const uint16_t *)((uintptr_t)half & ~(uintptr_t)15),
+                   *begin = (const uint16_t *)p.pad.x;
+    if (block >= begin && block + HALVES <= p.x_end) return __ldg((const uint4 *)block);
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int c = 0; c < HALVES; c++)
+        if (block + c >= begin && block + c < p.x_end) words[c / 2] |= (uint32_t)block[c] << c % 2 * 16;
+    return {words[0], words[1], words[2], words[3]};
+}
+
+/* The blocks that hold n halves. */
+__device__ inline Blocks load_blocks(const PadParams &p, const uint16_t *src, int n) {
     if (n <= 0) return {};
-    const uintptr_t address = (uintptr_t)src, last = address + 2 * n - 1;
-    return {__ldg((const uint4 *)(address & ~(uintptr_t)15)), __ldg((const uint4 *)(last & ~(uintptr_t)15))};
+    return {load_block(p, src), load_block(p, src + n - 1)};
 }
 
 /* A chunk of these halves, and zeros behind them. */
@@ -40,8 +56,8 @@ __device__ inline uint4 chunk_of(const Blocks &blocks, const uint16_t *src, int 
     return {words[0], words[1], words[2], words[3]};
 }
 
-/* p's last sizes and its strides count halves. */
-__global__ void __launch_bounds__(32 * WARPS) pad_kernel(const __grid_constant__ FusedMoePad p) {
+__global__ void __launch_bounds__(32 * WARPS) pad_kernel(const __grid_constant__ PadParams q) {
+    const FusedMoePad &p = q.pad;
     const uint32_t A = (uint32_t)p.sizes[0], B = (uint32_t)p.sizes[1], lane = threadIdx.x % 32;
     const uint32_t row = blockIdx.x * WARPS + threadIdx.x / 32;
     if (row >= p.E * A * B) return;
@@ -50,7 +66,7 @@ __global__ void __launch_bounds__(32 * WARPS) pad_kernel(const __grid_constant__
     const int64_t C = p.sizes[2], n = i < p.x_sizes[0] && j < p.x_sizes[1] ? min(p.x_sizes[2], C) : 0;
     uint16_t *out = (uint16_t *)p.out + row * C;
 
-    /* the halves before and behind the chunks, one per lane */
+    /* The halves before and behind the chunks, one per lane: in flight beside the chunks, and stored last. */
     const int64_t head = min((int64_t)(-(uintptr_t)out / 2 % HALVES), C), end = C - (C - head) % HALVES;
     const int64_t edge = lane < head ? lane : end + lane - head;
     const uint16_t edge_half = edge < n ? x[edge] : 0;
@@ -61,7 +77,7 @@ __global__ void __launch_bounds__(32 * WARPS) pad_kernel(const __grid_constant__
         for (int d = 0; d < DEPTH; d++) {
             const int64_t k = first + d * 32 * HALVES;
             in_x[d] = (int)max((int64_t)0, min((int64_t)HALVES, min(end, n) - k));
-            blocks[d] = load_blocks(x + k, in_x[d]);
+            blocks[d] = load_blocks(q, x + k, in_x[d]);
         }
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
@@ -78,12 +94,14 @@ __global__ void __launch_bounds__(32 * WARPS) pad_kernel(const __grid_constant__
 using namespace fused_moe;
 
 extern "C" int fused_moe_cuda_pad(const FusedMoePad *given, void *stream) {
-    return with_dtype(given->dtype, [&](auto t) {
-        FusedMoePad p = *given;
-        constexpr int64_t UNITS = sizeof(t) / sizeof(uint16_t);
-        p.x_sizes[2] *= UNITS, p.sizes[2] *= UNITS;
-        for (int64_t &stride : p.x_strides) stride *= UNITS;
-        const int64_t rows = p.sizes[2] ? p.E * p.sizes[0] * p.sizes[1] : 0;
-        return launch(pad_kernel, p, ceil_div(rows, WARPS), 32 * WARPS, 0, stream);
-    });
+    PadParams q = {.pad = *given};
+    FusedMoePad &p = q.pad;
+    const int64_t halves = p.elem_bytes / (int64_t)sizeof(uint16_t), *n = p.x_sizes, *stride = p.x_strides;
+    p.x_sizes[2] *= halves, p.sizes[2] *= halves;
+    for (int i = 0; i < 3; i++) p.x_strides[i] *= halves;
+    q.x_end = (const uint16_t *)p.x;
+    if (p.E && n[0] && n[1] && n[2])
+        q.x_end += (p.E - 1) * stride[0] + (n[0] - 1) * stride[1] + (n[1] - 1) * stride[2] + n[2];
+    const int64_t rows = p.sizes[2] ? p.E * p.sizes[0] * p.sizes[1] : 0;
+    return launch(pad_kernel, q, ceil_div(rows, WARPS), 32 * WARPS, 0, stream);
 }
