@@ -1,8 +1,8 @@
 /* pad: copies a tensor into other sizes. A dimension that grows ends in zeros, one that shrinks is cut.
  *
  * Memory-bound. Rows of odd widths begin at any even address, where a copy of elements would move two bytes
- * per lane. A warp writes a row, in aligned chunks of 16 bytes. A lane reads the two aligned blocks of 16 bytes
- * that hold a chunk; the second is the next lane's first, so it comes from L1. */
+ * per lane. A warp writes a row, in aligned chunks of 16 bytes. A lane reads the two aligned blocks that hold
+ * a chunk, 16 bytes each; the second is the next lane's first, so it comes from L1. */
 #include "launch.cuh"
 
 namespace fused_moe {
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int WARPS = 4;  /* a row each */
 constexpr int DEPTH = 3;  /* chunks of a lane in flight */
-constexpr int HALVES = 8; /* of 2 bytes, in a chunk: every dtype is copied as halves */
+constexpr int HALVES = 8; /* 2 bytes each, in a chunk: every dtype is copied as halves */
 
 typedef struct {
     FusedMoePad pad;       /* its last sizes and its strides count halves */
@@ -21,10 +21,10 @@ typedef struct {
     uint4 first, last;
 } Blocks;
 
-/* The aligned block with this half. Its halves before and behind x are zeros: memory may begin or end there. */
+/* The aligned block with this half. Halves before and behind x, where memory may begin or end, are zeros. */
 __device__ inline uint4 load_block(const PadParams &p, const uint16_t *half) {
-    const uint16_t *block = (const uint16_t *)((uintptr_t)half & ~(uintptr_t)15),
-                   *begin = (const uint16_t *)p.pad.x;
+    const uint16_t *begin = (const uint16_t *)p.pad.x;
+    const uint16_t *block = (const uint16_t *)((uintptr_t)half & ~(uintptr_t)15);
     if (block >= begin && block + HALVES <= p.x_end) return __ldg((const uint4 *)block);
     uint32_t words[4] = {};
 #pragma unroll
