@@ -49,13 +49,13 @@ def _zeros_of(size: int, times: int = 1) -> int:
     return -size % (LINE * times) if size % (CHUNK * times) else 0
 
 
-def are_padded(x: Tensor, *weights: Tensor | None) -> bool:
+def are_padded(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None = None) -> bool:
     """Whether GEMMs by these checked weights (E, out, in) are computed with padded copies."""
-    if not (x.is_cuda or (ON_CPU and x.device.type == "cpu")) or all(map(_is_plain, weights)):
+    if not (x.is_cuda or (ON_CPU and x.device.type == "cpu")) or _are_plain(w1, w2, w3):
         return False
     if _gemm_dtype(x) not in HALF:
         return False
-    return not all(w is None or _is_readable(w) for w in weights)
+    return not (_is_readable(w1) and _is_readable(w2) and (w3 is None or _is_readable(w3)))
 
 
 def _gemm_dtype(x: Tensor) -> torch.dtype:
@@ -65,13 +65,18 @@ def _gemm_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _is_plain(w: Tensor | None) -> bool:
-    """Whether it can be read, in what most calls have: this costs the host a fraction of a microsecond."""
-    if w is None:
-        return True
-    if w.size(1) % CHUNK or w.size(2) % CHUNK or not w.is_contiguous():
+def _are_plain(w1: Tensor, w2: Tensor, w3: Tensor | None) -> bool:
+    """Whether all can be read, in what most calls have: this costs the host a microsecond."""
+    _, D, width = w2.shape
+    if D % CHUNK or width % CHUNK or not (w1.is_contiguous() and w2.is_contiguous()):
         return False
-    return torch.compiler.is_compiling() or not w.storage_offset() % CHUNK
+    if w3 is not None and not w3.is_contiguous():
+        return False
+    return torch.compiler.is_compiling() or not (
+        w1.storage_offset() % CHUNK
+        or w2.storage_offset() % CHUNK
+        or (w3 is not None and w3.storage_offset() % CHUNK)
+    )
 
 
 def _is_readable(w: Tensor, rows: Rows = PLAIN) -> bool:
@@ -114,7 +119,7 @@ def padded(x: Tensor, weights: tuple, biases: tuple, lora, shared: Tensor | None
 def padded_mm(a: Tensor, b: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operands of a grouped GEMM by b (E, out, in), or padded copies of them. Only zeros are multiplied
     by zeros, so padding adds no NaN to the columns that are kept."""
-    if not are_padded(a, b):
+    if not are_padded(a, b, b):
         return a, b, bias
     dtype = _gemm_dtype(a)
     return _widened(a.to(dtype)), copied(b.to(dtype), PLAIN), _widened(bias)
