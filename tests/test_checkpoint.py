@@ -277,7 +277,7 @@ def test_every_backward_is_here():
     bases = torch.autograd.Function, torch.autograd.function._SingleLevelFunction  # operators have the latter
     functions = [f for base in bases for f in base.__subclasses__()]
     ours = {f.__name__ for f in functions if f.__module__.startswith("fused_moe")}
-    saving_nothing = {"_WithoutGradient", "_Undifferentiable", "_ZerosAround"}
+    saving_nothing = {"_WithoutGradient", "_Undifferentiable"}
     assert ours - set(OPERATORS) == {*FUNCTIONS, *saving_nothing}
     assert {"experts_up", "quantized_mm"} <= ours
 
@@ -297,7 +297,7 @@ def test_an_operators_backward_unpacks_once(device, name):
         except RuntimeError as error:
             assert "fused_moe" in str(error)
             assert set(unpacked.times.values()) <= {1}
-    assert differentiated or name not in DIFFERENTIABLE
+    assert differentiated or name not in DIFFERENTIABLE - {"pad"}  # which saves sizes alone
 
 
 @pytest.fixture
