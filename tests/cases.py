@@ -631,6 +631,11 @@ class Calls(TorchDispatchMode):
                 named.append(by_codes if given["gate"] is None else "routed")
         return named
 
+    def ours(self) -> list[str]:
+        """Our operators in the order of their calls, but for copies of odd widths, which GPUs make."""
+        names = [n.removeprefix("fused_moe::") for n, *_ in self.calls if n.startswith("fused_moe::")]
+        return [name for name in names if name != "pad"]
+
     def of(self, name: str) -> list:
         """(arguments, result) of every call of one of our operators."""
         return [(a, r) for n, a, r in self.calls if n == f"fused_moe::{name}"]

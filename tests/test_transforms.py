@@ -5,7 +5,18 @@ from itertools import chain
 
 import pytest
 import torch
-from cases import BF16, F32, LAYOUTS, Calls, Case, call_operator, distinct, operator_calls, quantize_options
+from cases import (
+    BF16,
+    F32,
+    F64,
+    LAYOUTS,
+    Calls,
+    Case,
+    call_operator,
+    distinct,
+    operator_calls,
+    quantize_options,
+)
 from planting import CODES
 from torch._vmap_internals import _vmap as older_vmap
 from torch.overrides import TorchFunctionMode
@@ -90,7 +101,7 @@ def test_func_grad_and_vjp(device, layer):
 
 def test_nested_func_grad_of_grouped_mm(device):
     """The gradient's gradient, through the output and through what was saved of the operands."""
-    rows, weight = torch.randn(6, 8, device=device), torch.randn(2, 5, 8, device=device)
+    rows, weight = (torch.randn(*shape, 8, dtype=F64, device=device) for shape in ((6,), (2, 5)))
     offsets = torch.tensor([2, 6], dtype=torch.int32, device=device)
 
     def of(product):
