@@ -242,15 +242,14 @@ def tokens_and_gate(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def aligned(width: int) -> int:
-    """The next multiple of 64."""
-    return -(-width // 64) * 64
+    """A multiple of 8 as it is; for other widths, slow or refused in GEMMs, the next multiple of 64."""
+    return width if width % 8 == 0 else -(-width // 64) * 64
 
 
 def dense_gemms(sizes: Sizes, *, gated: bool = True, **factory) -> list[list[Tensor]]:
-    """Operands of two dense GEMMs with the FLOPs of a layer's forward: up and gate, down. Widths that slow
-    cuBLAS down are padded."""
+    """Operands of dense GEMMs with the FLOPs of a layer's forward, of aligned widths: up and gate, down."""
     T, _, K, *widths = sizes
-    D, hidden = (width if width % 8 == 0 else aligned(width) for width in widths)
+    D, hidden = map(aligned, widths)
     rows = T * K
     shapes = ((rows, D), (D, (1 + gated) * hidden)), ((rows, hidden), (hidden, D))
     return [[torch.randn(shape, **factory) for shape in pair] for pair in shapes]

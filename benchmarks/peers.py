@@ -92,11 +92,11 @@ def torch_experts(
     """PyTorch's own path, as in torchtitan: sort, gather, torch._grouped_mm, scatter, combine.
 
     It uses index_select and index_copy, because the backward of plain indexing sorts again. torch._grouped_mm
-    takes multiples of 8 alone; other widths are padded to multiples of 64.
+    takes multiples of 8 alone; other widths are padded.
     """
     D, hidden = x.size(1), w1.size(1)
-    if D % 8 or hidden % 8:
-        of_D, of_hidden = (common.aligned(width) - width for width in (D, hidden))
+    of_D, of_hidden = (common.aligned(width) - width for width in (D, hidden))
+    if of_D or of_hidden:
         x = F.pad(x, (0, of_D))
         w1, w3 = (w if w is None else F.pad(w, (0, of_D, 0, of_hidden)) for w in (w1, w3))
         w2 = F.pad(w2, (0, of_hidden, 0, of_D))

@@ -234,7 +234,7 @@ typedef struct {          /* out[e,i,j,k] = x[e,i,j,k], zero where x has none */
     const void *x;        /* [E,a,b,c] of x_sizes, stride 1 in c */
     void *out;            /* [E,A,B,C] of sizes */
     int64_t x_sizes[3];   /* a, b, c; each may be above or below out's */
-    int64_t x_strides[3]; /* of e, i and j, in elements */
+    int64_t x_strides[3]; /* elements between neighbours in e, i and j */
     int64_t sizes[3];     /* A, B, C */
     int64_t E, elem_bytes;
 } FusedMoePad;

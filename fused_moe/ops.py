@@ -745,20 +745,18 @@ def _grouped_mm_fake(args):
 
 
 def _grouped_mm_setup(ctx, args, output):
-    ctx.given = getattr(args.b, "fused_moe_shape", None)  # b's shape without padding
+    ctx.shape = widths.shape_of(args.b)
     ctx.save_for_backward(args.a, *widths.saved(ctx, args.b), args.offsets)
 
 
 def _grouped_mm_backward(ctx, need, dout):
     a, b, offsets = ctx.saved_tensors
-    E, out, width = ctx.given or (0, 0, 0)
-    if ctx.given:
-        a, dout = widths.with_shape(a, (a.size(0), width)), widths.with_shape(dout, (a.size(0), out))
+    E, out, width = ctx.shape
+    a, dout = widths.with_shape(a, (a.size(0), width)), widths.with_shape(dout, (a.size(0), out))
     grads = {"b": run(ops.wgrad.default, dout, a, offsets) if need.b else None}
     if need.a:
         (b,) = widths.restored(ctx, b)
-        b_t = widths.with_shape(b.mT, (E, width, out)) if ctx.given else b.mT
-        grads["a"] = run(ops.grouped_mm.default, dout, b_t, offsets)
+        grads["a"] = run(ops.grouped_mm.default, dout, widths.with_shape(b.mT, (E, width, out)), offsets)
     return grads | ({"bias": run(ops.bias_grad.default, dout, offsets)} if need.bias else {})
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fused_moe
 from fused_moe import fused_experts, grouped_mlp, lora, paths, widths
-from fused_moe.ops import LAYOUTS, WRITES_BESIDE_VIEWS
+from fused_moe.ops import FACTS, LAYOUTS, WRITES_BESIDE_VIEWS
 
 BF16 = torch.bfloat16
 T, E, K = 24, 3, 2
@@ -81,6 +81,12 @@ def test_output_and_gradients_are_those_of_the_given_widths(layout, transposed, 
     for name, grad in gradients(exact, expected).items():
         assert_near(found[name], grad.to(found[name].dtype), name)
         assert found[name].stride() == t[name].stride(), name
+
+
+def test_the_routers_operands_have_the_same_rule():
+    """They are padded in C++."""
+    constants = FACTS["constants"]
+    assert (widths.CHUNK, widths.LINE) == (constants["PAD_CHUNK"], constants["PAD_LINE"])
 
 
 def test_no_copy_of_readable_weights():

@@ -37,10 +37,8 @@ Tensor pad(const Tensor &x_, int64_t a, int64_t b, int64_t c) {
 
 /* --- the router's operands ------------------------------------------------------------------------------ */
 
-static constexpr int64_t CHUNK = 8, LINE = 64; /* 16-bit elements in 16 bytes, in a line of L2 */
-
 int64_t zeros_behind(const Tensor &x, int64_t width) {
-    return x.is_cuda() && is_16_bit(x) && width % CHUNK ? LINE - width % LINE : 0;
+    return x.is_cuda() && is_16_bit(x) && width % PAD_CHUNK ? PAD_LINE - width % PAD_LINE : 0;
 }
 
 void pad_into(const Call &call, const Tensor &x, const Tensor &out) {
