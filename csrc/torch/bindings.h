@@ -212,8 +212,8 @@ RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const Te
 
 /* --- padded copies: pad.cpp ----------------------------------------------------------------------------- */
 
-/* 16-bit elements in 16 bytes, and in a line of L2. fused_moe/widths.py has the reasons, and the same numbers,
- * which a test compares. */
+/* 16-bit elements in 16 bytes, and in a line of L2. fused_moe/widths.py has the reasons and the same numbers;
+ * a test compares them. */
 inline constexpr int64_t PAD_CHUNK = 8, PAD_LINE = 64;
 /* The zeros to put behind a width in a GPU's GEMM of x's dtype, 16 bits, so that TMA reads its operands. */
 int64_t zeros_behind(const Tensor &x, int64_t width);
